@@ -1,0 +1,219 @@
+"""Flax modules of the block: they own the parameters and call the functions that compute.
+
+router_logits -> topk_ids, topk_weights                       MuseRouter, on the D-wide input
+latent -> expert_input -> activation -> expert_rows           pre_expert_proj, pre_expert_norm, MuseExperts
+normed_rows -> combined -> out                                finalize (norm, then weight, then sum), post_expert_proj
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from muse_jax.config import MuseConfig
+from muse_jax.experts import expert_rows
+from muse_jax.norm import rms_norm
+from muse_jax.router import router_logits
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.finalize import finalize
+from pallas_kernels.formats import round_to
+from pallas_kernels.router import route
+
+_INIT = nnx.initializers.normal(stddev=0.02)
+
+
+class MuseRouter(nnx.Module):
+    """Chooses K experts a token from the D-wide input; float32 parameters `weight` [E, D] and `bias` [E]."""
+
+    def __init__(self, config: MuseConfig, *, rngs: nnx.Rngs, implementation: Implementation | None = None):
+        self.config = config
+        self.implementation = implementation
+        shape = (config.num_experts, config.model_width)
+        self.weight = nnx.Param(_INIT(rngs.params(), shape, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
+
+    def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        """Router logits after the output multiplier."""
+        return router_logits(x, self.weight[...], self.config.output_multiplier)
+
+    def route(self, logits: Float32[Array, "T E"]) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
+        """(topk_weights, topk_ids) of logits, experts in descending biased score."""
+        return route(
+            logits,
+            self.bias[...],
+            routes_per_token=self.config.routes_per_token,
+            scoring=self.config.scoring,
+            eps=self.config.score_eps,
+            route_scale=self.config.route_scale,
+            implementation=self.implementation,
+        )
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
+        """(topk_weights, topk_ids) of x."""
+        return self.route(self.logits(x))
+
+
+class MuseExperts(nnx.Module):
+    """The routed experts: `gate_up` [E, 2F, H] and `down` [E, H, F]; returns unweighted rows."""
+
+    def __init__(
+        self,
+        config: MuseConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.bfloat16,
+        implementation: Implementation | None = None,
+    ):
+        self.implementation = implementation
+        e, h, f = config.num_experts, config.latent_width, config.expert_width
+        self.gate_up = nnx.Param(_INIT(rngs.params(), (e, 2 * f, h), dtype))
+        self.down = nnx.Param(_INIT(rngs.params(), (e, h, f), dtype))
+
+    def __call__(
+        self, expert_input: Float[Array, "T H"], topk_ids: Int32[Array, "T K"]
+    ) -> tuple[Float[Array, "T K F"], Float[Array, "T K H"]]:
+        """(activation, expert_rows) of each route; masked routes have rows of exact zeros."""
+        return expert_rows(
+            expert_input, topk_ids, self.gate_up[...], self.down[...], implementation=self.implementation
+        )
+
+
+class MuseMoE(nnx.Module):
+    """The block: [..., D] in, [..., D] out, in the dtype of its parameters.
+
+    Parameters beside those of `router` and `experts`: `pre_expert_proj` [H, D], `pre_expert_norm` [H],
+    `post_expert_norm` [H] (one gain for all experts), `post_expert_proj` [D, H].
+    """
+
+    def __init__(
+        self,
+        config: MuseConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.bfloat16,
+        implementation: Implementation | None = None,
+    ):
+        resolve(implementation)
+        self.config = config
+        self.implementation = implementation
+        d, h = config.model_width, config.latent_width
+        self.router = MuseRouter(config, rngs=rngs, implementation=implementation)
+        self.experts = MuseExperts(config, rngs=rngs, dtype=dtype, implementation=implementation)
+        self.pre_expert_proj = nnx.Param(_INIT(rngs.params(), (h, d), dtype))
+        self.pre_expert_norm = nnx.Param(jnp.zeros((h,), dtype))
+        self.post_expert_norm = nnx.Param(jnp.zeros((h,), dtype))
+        self.post_expert_proj = nnx.Param(_INIT(rngs.params(), (d, h), dtype))
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: MuseConfig,
+        weights: Mapping[str, Any],
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        implementation: Implementation | None = None,
+    ) -> MuseMoE:
+        """A block that holds `weights` (the names of `muse_jax.checkpoint.load_layer`), cast to `dtype`.
+
+        The router stays float32. Raises ValueError where a name is missing or a shape is not the configuration's.
+        """
+        block = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation))
+        for name, (owner, attribute) in _owners(block).items():
+            if name not in weights:
+                raise ValueError(f"weights has no {name!r}; expected {', '.join(_owners(block))}")
+            wanted = getattr(owner, attribute)[...]
+            if tuple(weights[name].shape) != wanted.shape:
+                raise ValueError(f"weights[{name!r}] is {tuple(weights[name].shape)}; expected {wanted.shape}")
+            setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
+        return block
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The block's output for x, whose dtype must be that of the parameters."""
+        rows = self._rows(x.reshape(-1, x.shape[-1]))
+        combined = self._combined(rows["expert_rows"], rows["topk_weights"], rows["topk_ids"])
+        return self._out(combined).reshape(x.shape)
+
+    def boundaries(self, x: Float[Array, "T D"]) -> dict[str, jax.Array]:
+        """Every boundary of the block by name (`muse_jax.boundaries`), `x` and `out` included.
+
+        `normed_rows` is float32 and computed beside the fused finalize, which keeps it in registers.
+        """
+        found = self._rows(x)
+        found["normed_rows"] = rms_norm(
+            found["expert_rows"],
+            self.post_expert_norm[...],
+            eps=self.config.post_norm_eps,
+            gain_first=True,
+            out_dtype=jnp.float32,
+        )
+        found["combined"] = self._combined(found["expert_rows"], found["topk_weights"], found["topk_ids"])
+        found["out"] = self._out(found["combined"])
+        return found
+
+    def _rows(self, x: jax.Array) -> dict[str, jax.Array]:
+        """The boundaries from x to expert_rows."""
+        dtype = self.pre_expert_proj[...].dtype
+        if x.ndim != 2 or x.shape[1] != self.config.model_width:
+            raise ValueError(f"x is {x.shape}; expected [T, {self.config.model_width}]")
+        if x.dtype != dtype:
+            raise TypeError(f"x is {x.dtype} and the parameters are {dtype}; cast x or load the block as {x.dtype}")
+        logits = self.router.logits(x)
+        topk_weights, topk_ids = self.router.route(logits)
+        with jax.named_scope("latent"):
+            latent = _linear(x, self.pre_expert_proj[...])
+        with jax.named_scope("expert_input"):
+            expert_input = rms_norm(latent, self.pre_expert_norm[...], eps=self.config.norm_eps)
+        activation, rows = self.experts(expert_input, topk_ids)
+        return {
+            "x": x,
+            "router_logits": logits,
+            "topk_ids": topk_ids,
+            "topk_weights": topk_weights,
+            "latent": latent,
+            "expert_input": expert_input,
+            "activation": activation,
+            "expert_rows": rows,
+        }
+
+    def _combined(self, rows: jax.Array, topk_weights: jax.Array, topk_ids: jax.Array) -> jax.Array:
+        return finalize(
+            rows,
+            topk_weights,
+            topk_ids,
+            self.post_expert_norm[...],
+            eps=self.config.post_norm_eps,
+            implementation=self.implementation,
+        )
+
+    def _out(self, combined: jax.Array) -> jax.Array:
+        with jax.named_scope("out"):
+            return _linear(combined, self.post_expert_proj[...])
+
+
+def _owners(block: MuseMoE) -> dict[str, tuple[nnx.Module, str]]:
+    """Where each tensor of a layer lives: name -> (module, attribute)."""
+    return {
+        "router_weight": (block.router, "weight"),
+        "router_bias": (block.router, "bias"),
+        "pre_expert_proj": (block, "pre_expert_proj"),
+        "pre_expert_norm": (block, "pre_expert_norm"),
+        "gate_up": (block.experts, "gate_up"),
+        "down": (block.experts, "down"),
+        "post_expert_norm": (block, "post_expert_norm"),
+        "post_expert_proj": (block, "post_expert_proj"),
+    }
+
+
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight.T, accumulated in float32 and rounded once to x's dtype."""
+    product = lax.dot_general(
+        x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return round_to(product, x.dtype).astype(x.dtype)

@@ -1,0 +1,169 @@
+"""The expert GEMMs as Pallas kernels, lowered through Triton for AMD (and NVIDIA) GPUs.
+
+A program owns one row block of one expert and `cols` output columns: it gathers its rows, walks the contraction in
+steps of `depth` with float32 accumulators, and stores each row at its route's own place. Nothing is padded in memory:
+empty rows of a block point past the array and are never stored. Weights are read once for each row block of their
+expert.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels._pallas import pallas_call
+from pallas_kernels.dispatch import interpreted
+from pallas_kernels.expert_gemm.tiles import Tile
+from pallas_kernels.formats import round_to, swiglu
+from pallas_kernels.route_map import RouteMap
+
+
+def _block_and_column(tile: Tile, blocks: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """This program's row block and column tile: `tile.group` row blocks share a column tile before the next one."""
+    program = pl.program_id(0)
+    column_tiles = pl.cdiv(columns, tile.cols)
+    if tile.group == 1:
+        return program // column_tiles, program % column_tiles
+    span = tile.group * column_tiles
+    within = program % span
+    return program // span * tile.group + within % tile.group, within // tile.group
+
+
+def _grid(tile: Tile, blocks: int, columns: int) -> tuple[int]:
+    return (pl.cdiv(blocks, tile.group) * tile.group * pl.cdiv(columns, tile.cols),)
+
+
+def _load(ref, row, column, *, column_limit: int | None, row_limit: int | None = None, lead=()):
+    """ref[*lead, row[:, None], column[None, :]], zero past a limit; no mask where None."""
+    mask = None
+    if column_limit is not None:
+        mask = (column < column_limit)[None, :]
+    if row_limit is not None:
+        row_mask = (row < row_limit)[:, None]
+        mask = row_mask if mask is None else mask & row_mask
+    where = ref.at[(*lead, row[:, None], column[None, :])]
+    if mask is None:
+        return plt.load(where)
+    mask = jnp.broadcast_to(mask, (row.shape[0], column.shape[0]))
+    return plt.load(where, mask=mask, other=0)
+
+
+def _dot(a, b):
+    """a @ b.T accumulated in float32 (float32 operands multiply in full precision)."""
+    return lax.dot_general(
+        a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, routes_per_token: int):
+    blocks, block_rows = rows_ref.shape
+    experts, two_f, depth = weight_ref.shape
+    routes, f = out_ref.shape
+    block, column_tile = _block_and_column(tile, blocks, f)
+    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
+
+    @pl.when((group >= 0) & (group < experts))
+    def _():
+        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
+        token = jnp.where(rows < routes, rows // routes_per_token, 0)
+        column = column_tile * tile.cols + jnp.arange(tile.cols)
+        column_limit = None if f % tile.cols == 0 else f
+        depth_limit = None if depth % tile.depth == 0 else depth
+
+        def step(i, sums):
+            gate_sum, up_sum = sums
+            d = i * tile.depth + jnp.arange(tile.depth)
+            x = _load(x_ref, token, d, column_limit=depth_limit)
+            gate = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(group,))
+            # An up row past the last one is masked by the gate row's own limit: both halves have f rows.
+            up_limit = None if column_limit is None else two_f
+            up = _load(weight_ref, f + column, d, column_limit=depth_limit, row_limit=up_limit, lead=(group,))
+            return gate_sum + _dot(x, gate), up_sum + _dot(x, up)
+
+        zero = jnp.zeros((block_rows, tile.cols), jnp.float32)
+        gate_sum, up_sum = lax.fori_loop(0, pl.cdiv(depth, tile.depth), step, (zero, zero))
+        out = swiglu(gate_sum, up_sum, out_ref.dtype)
+        keep = (rows < routes)[:, None] & (column < f)[None, :]
+        plt.store(out_ref.at[rows[:, None], column[None, :]], out, mask=keep)
+
+
+def _down(activation_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile):
+    blocks, block_rows = rows_ref.shape
+    experts, _, depth = weight_ref.shape
+    routes, h = out_ref.shape
+    block, column_tile = _block_and_column(tile, blocks, h)
+    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
+
+    def store(total):
+        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
+        column = column_tile * tile.cols + jnp.arange(tile.cols)
+        out = round_to(total, out_ref.dtype).astype(out_ref.dtype)
+        keep = (rows < routes)[:, None] & (column < h)[None, :]
+        plt.store(out_ref.at[rows[:, None], column[None, :]], out, mask=keep)
+
+    @pl.when((group >= 0) & (group < experts))
+    def _():
+        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
+        safe_row = jnp.where(rows < routes, rows, 0)
+        column = column_tile * tile.cols + jnp.arange(tile.cols)
+        column_limit = None if h % tile.cols == 0 else h
+        depth_limit = None if depth % tile.depth == 0 else depth
+
+        def step(i, total):
+            d = i * tile.depth + jnp.arange(tile.depth)
+            a = _load(activation_ref, safe_row, d, column_limit=depth_limit)
+            weight = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(group,))
+            return total + _dot(a, weight)
+
+        store(lax.fori_loop(0, pl.cdiv(depth, tile.depth), step, jnp.zeros((block_rows, tile.cols), jnp.float32)))
+
+    @pl.when(group == experts)
+    def _():  # masked routes: exactly zero, for the price of one store
+        store(jnp.zeros((block_rows, tile.cols), jnp.float32))
+
+
+def gate_up(
+    x: Float[Array, "T H"],
+    weight: Float[Array, "E F2 H"],
+    routes: RouteMap,
+    num_routes: int,
+    tile: Tile,
+    interpret: bool | None = None,
+) -> Float[Array, "R F"]:
+    """See `pallas_kernels.expert_gemm.gate_up`."""
+    f = weight.shape[1] // 2
+    return pallas_call(
+        functools.partial(_gate_up, tile=tile, routes_per_token=num_routes // x.shape[0]),
+        grid=_grid(tile, routes.group.shape[0], f),
+        out_shape=jax.ShapeDtypeStruct((num_routes, f), x.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpreted() if interpret is None else interpret,
+        name="muse_gate_up",
+    )(x, weight, routes.rows, routes.group)
+
+
+def down(
+    activation: Float[Array, "R F"],
+    weight: Float[Array, "E H F"],
+    routes: RouteMap,
+    tile: Tile,
+    interpret: bool | None = None,
+) -> Float[Array, "R H"]:
+    """See `pallas_kernels.expert_gemm.down`."""
+    h = weight.shape[1]
+    return pallas_call(
+        functools.partial(_down, tile=tile),
+        grid=_grid(tile, routes.group.shape[0], h),
+        out_shape=jax.ShapeDtypeStruct((activation.shape[0], h), activation.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpreted() if interpret is None else interpret,
+        name="muse_down",
+    )(activation, weight, routes.rows, routes.group)

@@ -1,0 +1,131 @@
+"""Tile sizes of the expert GEMMs, chosen by how many rows an expert has.
+
+A block of M rows of one expert meets `cols` columns of its weights in steps of `depth`. Few rows an expert (decode)
+means the weights are streamed once and M is the smallest the matrix units take; many rows (prefill) means larger tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One kernel's tile: `cols` output columns, `depth` of the contraction a step, and how it is compiled.
+
+    group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
+    """
+
+    cols: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("cols", "depth"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; expected a power of two of at least 16")
+
+
+# Block rows -> (gate_up tile, down tile). NVIDIA's were timed on an H200; AMD's are chosen by what they compile to
+# (no spills, LDS of gfx942 with its 64 KiB) and have not been timed.
+_NVIDIA = {
+    16: (
+        Tile(cols=64, depth=128, num_warps=4, num_stages=3),
+        Tile(cols=128, depth=128, num_warps=4, num_stages=3),
+    ),
+    32: (
+        Tile(cols=64, depth=128, num_warps=4, num_stages=3),
+        Tile(cols=128, depth=128, num_warps=8, num_stages=3),
+    ),
+    64: (
+        Tile(cols=128, depth=64, num_warps=4, num_stages=4, group=16),
+        Tile(cols=256, depth=64, num_warps=4, num_stages=4, group=16),
+    ),
+    128: (
+        Tile(cols=128, depth=64, num_warps=8, num_stages=4, group=16),
+        Tile(cols=256, depth=64, num_warps=8, num_stages=4, group=4),
+    ),
+}
+_AMD = {
+    16: (
+        Tile(cols=32, depth=128, num_warps=4, num_stages=2),
+        Tile(cols=64, depth=128, num_warps=4, num_stages=2),
+    ),
+    32: (
+        Tile(cols=32, depth=128, num_warps=4, num_stages=2),
+        Tile(cols=64, depth=128, num_warps=4, num_stages=2),
+    ),
+    64: (
+        Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=8),
+        Tile(cols=128, depth=64, num_warps=4, num_stages=2, group=8),
+    ),
+    128: (
+        Tile(cols=64, depth=64, num_warps=8, num_stages=2, group=8),
+        Tile(cols=128, depth=64, num_warps=8, num_stages=2, group=8),
+    ),
+}
+_LARGEST = 128
+_LARGEST_SWEEP = 256  # most rows an expert in one batched product of the XLA path
+
+
+def choose_block_rows(num_routes: int, num_experts: int, implementation: Implementation) -> int:
+    """Rows a block holds: a power of two above the mean rows an expert, so that most experts need one block.
+
+    The matrix units of the Pallas kernels take no fewer than 16. The XLA path on a GPU multiplies the first block of
+    every expert in one product (`expert_gemm.xla`), so its blocks are wider, or one row where few experts are used.
+    """
+    mean = num_routes / max(num_experts, 1)
+    if implementation == "pallas":
+        return _power_of_two(1.5 * mean, 16, _LARGEST)
+    if jax.default_backend() == "gpu":
+        return 1 if mean < 1 else _power_of_two(2 * mean, 8, _LARGEST_SWEEP)
+    return _power_of_two(1.5 * mean, 8, _LARGEST)
+
+
+def choose_tiles(
+    block_rows: int, dtype: DTypeLike, *, f: int, h: int, platform: str | None = None
+) -> tuple[Tile, Tile]:
+    """(gate_up tile, down tile) for blocks of `block_rows` rows, no wider than the arrays need.
+
+    platform: "cuda" or "rocm"; None takes that of this backend ("rocm" where there is no GPU, so that what is
+    interpreted on a CPU is what AMD runs).
+    """
+    table = _NVIDIA if (platform or _platform()) == "cuda" else _AMD
+    if block_rows not in table:
+        raise ValueError(f"blocks have {block_rows} rows; expected one of {sorted(table)}")
+    gate_up, down = table[block_rows]
+    halve = 2 if jnp.dtype(dtype).itemsize == 4 else 1
+    return _fit(gate_up, f, h, halve), _fit(down, h, f, halve)
+
+
+def _fit(tile: Tile, columns: int, depth: int, halve: int) -> Tile:
+    """The tile cut to the array's own size, its depth halved for 4-byte elements."""
+    return dataclasses.replace(
+        tile,
+        cols=_power_of_two(columns, 16, tile.cols),
+        depth=_power_of_two(depth, 16, tile.depth // halve),
+    )
+
+
+def _power_of_two(at_least: float, lowest: int, highest: int) -> int:
+    """The smallest power of two >= `at_least`, within [lowest, highest]."""
+    value = lowest
+    while value < at_least and value < highest:
+        value *= 2
+    return value
+
+
+def _platform() -> str:
+    """ "cuda" on an NVIDIA GPU, else "rocm"."""
+    if jax.default_backend() != "gpu":
+        return "rocm"
+    return "cuda" if "nvidia" in jax.devices()[0].device_kind.lower() else "rocm"

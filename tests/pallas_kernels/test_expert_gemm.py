@@ -1,0 +1,164 @@
+"""The expert GEMMs against float64: every route its own expert's product, unweighted; masked rows exactly zero."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from muse_jax.experts import expert_rows
+from pallas_kernels import expert_gemm
+from pallas_kernels.route_map import route_map
+from tests.pallas_kernels.cases import CASES, Case, row_error
+
+# Largest relative error of a row. float32: sums of up to 130 products in any order, 2^-24 each, with a wide margin.
+# bfloat16: the truth has the same roundings; what differs is a value that lay between two bfloat16 numbers (2^-8 of
+# it).
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
+
+
+def problem(case: Case, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(x, ids, gate_up, down) of a case with unit-variance inputs."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((case.tokens, case.h))
+    gate_up = rng.standard_normal((case.experts, 2 * case.f, case.h)) / np.sqrt(case.h)
+    down = rng.standard_normal((case.experts, case.h, case.f)) / np.sqrt(case.f)
+    return jnp.asarray(x, dtype), jnp.asarray(case.ids()), jnp.asarray(gate_up, dtype), jnp.asarray(down, dtype)
+
+
+def truth(x, ids, gate_up, down, broken: str | None = None) -> np.ndarray:
+    """[T, K, H] rows in float64, rounded where the dtype of x rounds; `broken` names a deliberate mistake."""
+    rounded = lambda a: a.astype(x_dtype).astype(np.float64)
+    x_dtype = np.asarray(x).dtype
+    x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
+    ids, f = np.asarray(ids), down.shape[2]
+    if broken == "experts_swapped":
+        gate_up = gate_up[::-1]
+    if broken == "gate_up_swapped":
+        gate_up = np.concatenate([gate_up[:, f:], gate_up[:, :f]], axis=1)
+    rows = np.zeros((*ids.shape, x.shape[1]))
+    for (t, k), e in np.ndenumerate(ids):
+        if 0 <= e < gate_up.shape[0]:
+            h = rounded(gate_up[e] @ x[t])
+            rows[t, k] = rounded(down[e] @ rounded(rounded(h[:f] / (1 + np.exp(-h[:f]))) * h[f:]))
+    if broken == "row_dropped":
+        rows[-1, -1] = 0
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_rows(case: Case, dtype: str, implementation) -> None:
+    x, ids, gate_up, down = problem(case, dtype)
+    activation, rows = expert_rows(x, ids, gate_up, down, implementation=implementation)
+    assert rows.dtype == activation.dtype == x.dtype
+    assert activation.shape == (*ids.shape, case.f)
+    masked = (ids < 0) | (ids >= case.experts)
+    assert not np.asarray(rows)[np.asarray(masked)].any(), "a masked route's row must be exactly zero"
+    assert row_error(rows, truth(x, ids, gate_up, down)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("broken", ["experts_swapped", "gate_up_swapped", "row_dropped"])
+def test_tolerance_catches_mistakes(broken: str) -> None:
+    case = CASES[4]
+    x, ids, gate_up, down = problem(case, "bfloat16")
+    _, rows = expert_rows(x, ids, gate_up, down, implementation="xla")
+    assert row_error(rows, truth(x, ids, gate_up, down, broken)) > 10 * TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_no_tokens(implementation) -> None:
+    activation, rows = expert_rows(
+        jnp.zeros((0, 24)),
+        jnp.zeros((0, 2), jnp.int32),
+        jnp.zeros((3, 20, 24)),
+        jnp.zeros((3, 24, 10)),
+        implementation=implementation,
+    )
+    assert activation.shape == (0, 2, 10)
+    assert rows.shape == (0, 2, 24)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_nan_row_touches_no_other(implementation) -> None:
+    case = Case("nan", 18, 2, 4, 24, 40)
+    x, ids, gate_up, down = problem(case, "float32")
+    _, clean = expert_rows(x, ids, gate_up, down, implementation=implementation)
+    _, rows = expert_rows(x.at[5].set(jnp.nan), ids, gate_up, down, implementation=implementation)
+    others = np.arange(18) != 5
+    np.testing.assert_array_equal(np.asarray(rows)[others], np.asarray(clean)[others])
+    assert np.isnan(np.asarray(rows)[5]).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_masked_activation_may_be_poison(implementation) -> None:
+    case = CASES[5]
+    x, ids, gate_up, down = problem(case, "float32")
+    routes = route_map(ids, num_experts=case.experts, block_rows=16, implementation=implementation)
+    activation = expert_gemm.gate_up(
+        x, gate_up, routes, routes_per_token=case.routes_per_token, implementation=implementation
+    )
+    masked = ((ids < 0) | (ids >= case.experts)).reshape(-1, 1)
+    rows = expert_gemm.down(jnp.where(masked, jnp.nan, activation), down, routes, implementation=implementation)
+    assert row_error(rows.reshape(*ids.shape, -1), truth(x, ids, gate_up, down)) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("tile_block_rows", [32, 64, 128])
+def test_larger_tiles(tile_block_rows: int) -> None:
+    """Every tile of the table, on more rows an expert than one block holds."""
+    case = Case("larger", tile_block_rows + 9, 2, 3, 136, 72)
+    x, ids, gate_up, down = problem(case, "bfloat16")
+    routes = route_map(ids, num_experts=3, block_rows=tile_block_rows, implementation="pallas")
+    activation = expert_gemm.gate_up(x, gate_up, routes, routes_per_token=2, implementation="pallas")
+    rows = expert_gemm.down(activation, down, routes, implementation="pallas").reshape(*ids.shape, -1)
+    assert row_error(rows, truth(x, ids, gate_up, down)) < TOLERANCE["bfloat16"]
+
+
+def test_xla_flops_do_not_grow_with_experts() -> None:
+    def flops(experts: int) -> float:
+        shapes = (
+            jax.ShapeDtypeStruct((16, 64), jnp.float32),
+            jax.ShapeDtypeStruct((16, 2), jnp.int32),
+            jax.ShapeDtypeStruct((experts, 96, 64), jnp.float32),
+            jax.ShapeDtypeStruct((experts, 64, 48), jnp.float32),
+        )
+        compiled = jax.jit(lambda *a: expert_rows(*a, implementation="xla")[1]).lower(*shapes).compile()
+        analysis = compiled.cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
+
+    # One loop step costs one block (8 rows) of one expert; the route map alone has terms in E.
+    block = 2 * 8 * (96 * 64 + 64 * 48)
+    assert block < flops(64) < 2 * block
+    assert flops(256) < 2 * block
+
+
+def test_swiglu_rounds_twice() -> None:
+    """Rounding silu before the product, as the source framework does, is not rounding the product once."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((64, 32)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((1, 64, 32)) / 4, jnp.bfloat16)
+    routes = route_map(jnp.zeros((64, 1), jnp.int32), num_experts=1, block_rows=16, implementation="xla")
+    r16 = lambda a: a.astype(ml_dtypes.bfloat16).astype(np.float32)
+    product = r16(np.asarray(x, np.float32) @ np.asarray(weight[0], np.float32).T)
+    gate, up = product[:, :32], product[:, 32:]
+    silu = gate / (1 + np.exp(-gate))
+    for implementation in ("xla", "pallas"):
+        got = np.asarray(
+            expert_gemm.gate_up(x, weight, routes, routes_per_token=1, implementation=implementation), np.float32
+        )
+        assert np.mean(got == r16(r16(silu) * up)) > 0.995
+        assert np.mean(got == r16(silu * up)) < 0.9
+
+
+def test_dtypes_and_shapes_are_checked() -> None:
+    x, ids, gate_up, down = problem(CASES[2], "float32")
+    with pytest.raises(TypeError, match="expected both bfloat16 or both float32"):
+        expert_rows(x.astype(jnp.bfloat16), ids, gate_up, down)
+    with pytest.raises(ValueError, match=r"expected \[T, H\], \[T, K\], \[E, 2F, H\], \[E, H, F\]"):
+        expert_rows(x, ids, gate_up[:, 1:], down)
+    with pytest.raises(ValueError, match="implementation is 'cuda'"):
+        expert_rows(x, ids, gate_up, down, implementation="cuda")  # pyright: ignore[reportArgumentType]
