@@ -55,7 +55,7 @@ def golden_weights(name: str, layer: int) -> dict[str, np.ndarray]:
 
 @cache
 def golden_tensors(file: str, layer: int) -> dict[str, np.ndarray]:
-    """What `file` (relative to tests/data) holds of a layer: boundary -> array; sharded runs have names of their own."""
+    """What `file` (relative to tests/data) holds of a layer: boundary -> array; sharded runs have their own names."""
     prefix = f"{layer}."
     tensors = load_file(DATA / file)
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

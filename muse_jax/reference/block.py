@@ -60,6 +60,7 @@ def expert_input(
     )
 
 
+@np.errstate(all="ignore")
 def activation(expert_input: np.ndarray, ids: np.ndarray, gate_up: np.ndarray, profile: Profile) -> np.ndarray:
     """activation = silu(expert_input @ gate_e.T) * (expert_input @ up_e.T), [T, H] -> [T, K, F] with e = ids [T, K].
 

@@ -4,8 +4,8 @@
     EP, n ranks    combined_r = stored(sum over the routes of rank r's experts)    combined = sum_r combined_r
 
 F_r is rank r's 1/n of the expert width; experts are placed in order and the first E % n ranks hold one more. A sum over
-ranks is float32, or is rounded to bfloat16 after each rank, ascending. The norm reads the sum of rows as it was reduced;
-the sum of combined_r is rounded to the stored dtype.
+ranks is float32, or is rounded to bfloat16 after each rank, ascending. The norm reads the sum of rows as it was
+reduced; the sum of combined_r is rounded to the stored dtype.
 """
 
 from __future__ import annotations
@@ -46,16 +46,25 @@ def ep_combined(
 ) -> np.ndarray:
     """combined summed over `ranks` that each hold some experts and mask the routes of the others, [T, K, H] -> [T, H].
 
-    Raises ValueError when a rank would hold no expert.
+    Raises ValueError as `expert_owners` does.
     """
-    if ranks > num_experts:
-        raise ValueError(f"ep is {ranks}; expected at most the number of experts, {num_experts}")
-    owner = np.repeat(np.arange(ranks), [len(part) for part in np.array_split(np.arange(num_experts), ranks)])
+    owner = expert_owners(num_experts, ranks)
     local = (np.where((ids >= 0) & (owner[ids] == rank), ids, -1) for rank in range(ranks))
     return round_to(
         _all_reduce((block.combined(normed_rows, mine, weights, profile) for mine in local), reduce_dtype),
         profile.stored,
     )
+
+
+def expert_owners(num_experts: int, ranks: int) -> np.ndarray:
+    """The rank of every expert, [E]: contiguous, the first E % ranks ranks hold one more.
+
+    Raises ValueError when a rank would hold no expert.
+    """
+    if ranks > num_experts:
+        raise ValueError(f"ep is {ranks}; expected at most the number of experts, {num_experts}")
+    share, left = divmod(num_experts, ranks)
+    return np.repeat(np.arange(ranks), [share + (rank < left) for rank in range(ranks)])
 
 
 @np.errstate(all="ignore")
