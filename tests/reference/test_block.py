@@ -93,7 +93,7 @@ def test_a_replay_of_its_own_run_changes_nothing(profile):
 def test_ranks_change_roundings_only(tokens, options):
     whole = run_block(make_weights(), make_x(tokens), SETTINGS, "vllm")
     ours = run_block(make_weights(), make_x(tokens), SETTINGS, "vllm", **options)
-    # Each rank's parts and each sum over ranks are rounded to bfloat16: a dozen errors of up to 2^-9 that mostly cancel.
+    # Each rank's parts and sums are rounded to bfloat16: a dozen errors of up to 2^-9 that partly cancel.
     assert np.all(row_errors(ours["out"], whole["out"]) <= 5 * 2**-9)
     assert ours["combined"].dtype == BFLOAT16
 
