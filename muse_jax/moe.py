@@ -34,7 +34,7 @@ class MuseRouter(nnx.Module):
 
     def __init__(self, config: MuseConfig, *, rngs: nnx.Rngs, implementation: Implementation | None = None):
         self.config = config
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
         shape = (config.num_experts, config.model_width)
         self.weight = nnx.Param(_INIT(rngs.params(), shape, jnp.float32))
         self.bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
@@ -71,7 +71,7 @@ class MuseExperts(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         implementation: Implementation | None = None,
     ):
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
         e, h, f = config.num_experts, config.latent_width, config.expert_width
         self.gate_up = nnx.Param(_INIT(rngs.params(), (e, 2 * f, h), dtype))
         self.down = nnx.Param(_INIT(rngs.params(), (e, h, f), dtype))
@@ -102,7 +102,7 @@ class MuseMoE(nnx.Module):
     ):
         resolve(implementation)
         self.config = config
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
         d, h = config.model_width, config.latent_width
         self.router = MuseRouter(config, rngs=rngs, implementation=implementation)
         self.experts = MuseExperts(config, rngs=rngs, dtype=dtype, implementation=implementation)

@@ -7,6 +7,7 @@ means the weights are streamed once and M is the smallest the matrix units take;
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -74,21 +75,18 @@ _AMD = {
     ),
 }
 _LARGEST = 128
-_LARGEST_SWEEP = 256  # most rows an expert in one batched product of the XLA path
 
 
 def choose_block_rows(num_routes: int, num_experts: int, implementation: Implementation) -> int:
-    """Rows a block holds: a power of two above the mean rows an expert, so that most experts need one block.
+    """Rows a block holds, so that most experts need one block.
 
-    The matrix units of the Pallas kernels take no fewer than 16. The XLA path on a GPU multiplies the first block of
-    every expert in one product (`expert_gemm.xla`), so its blocks are wider, or one row where few experts are used.
+    Pallas: a power of two above the mean rows an expert, no fewer than the 16 of a matrix unit. XLA: the mean and two
+    standard deviations of evenly random routing, or one row where experts have less than one on average.
     """
     mean = num_routes / max(num_experts, 1)
     if implementation == "pallas":
         return _power_of_two(1.5 * mean, 16, _LARGEST)
-    if jax.default_backend() == "gpu":
-        return 1 if mean < 1 else _power_of_two(2 * mean, 8, _LARGEST_SWEEP)
-    return _power_of_two(1.5 * mean, 8, _LARGEST)
+    return 1 if mean < 1 else math.ceil(mean + 2 * math.sqrt(mean))
 
 
 def choose_tiles(
