@@ -128,7 +128,7 @@ class MuseMoE(nnx.Module):
         for name, (owner, attribute) in _owners(block).items():
             if name not in weights:
                 raise ValueError(f"weights has no {name!r}; expected {', '.join(_owners(block))}")
-            wanted = getattr(owner, attribute)[...]
+            wanted = getattr(owner, attribute)
             if tuple(weights[name].shape) != wanted.shape:
                 raise ValueError(f"weights[{name!r}] is {tuple(weights[name].shape)}; expected {wanted.shape}")
             setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
