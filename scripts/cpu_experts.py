@@ -56,9 +56,7 @@ def theirs(python: str, sizes: tuple[int, int, int, int], tokens: list[int], rep
     """The report of `cpu_experts_torch.py`, run by the interpreter `python`."""
     request = {"sizes": sizes, "tokens": tokens, "repeats": repeats, "threads": os.cpu_count()}
     script = Path(__file__).with_name("cpu_experts_torch.py")
-    done = subprocess.run(
-        [python, str(script)], input=json.dumps(request), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([python, str(script)], input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{python} {script} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
