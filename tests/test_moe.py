@@ -142,9 +142,9 @@ def test_errors_name_the_argument():
     with pytest.raises(ValueError, match=r"weights\['gate_up'\] is \(15, 192, 64\); expected \(16, 192, 64\)"):
         MuseMoE.from_weights(CONFIG, weights | {"gate_up": weights["gate_up"][1:]})
     with pytest.raises(ValueError, match="implementation is 'cuda'; expected 'pallas' or 'xla'"):
-        MuseMoE.from_weights(CONFIG, weights, implementation="cuda")  # pyright: ignore[reportArgumentType]
+        MuseMoE.from_weights(CONFIG, weights, implementation="cuda")
 
 
 def test_unknown_scoring_is_refused_at_construction():
     with pytest.raises(ValueError, match="scoring is 'relu'"):
-        MuseRouter(dataclasses.replace(CONFIG, scoring="relu"), rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
+        MuseRouter(dataclasses.replace(CONFIG, scoring="relu"), rngs=nnx.Rngs(0))

@@ -58,7 +58,7 @@ def test_what_vllm_refuses_is_refused():
         "plain_wrong_width": lambda: rms_norm(x[:, :95], w, eps=1e-5),
         "plain_override_too_wide": lambda: rms_norm(x, w, eps=1e-5, variance_width=97),
         "input_scaled_wrong_width": lambda: rms_norm(x[:, :95], w, eps=1e-5, gain_first=True),
-        "unknown_type": lambda: gain_center("x", residual_id=1),  # pyright: ignore[reportArgumentType]
+        "unknown_type": lambda: gain_center("x", residual_id=1),
         "inverse_sqrt_layers_without_n": lambda: gain_center("inverse_sqrt_layers", residual_id=1),
         "output_type_inverse_residual_index": lambda: gain_center("inverse_residual_index", residual_id=-1),
         "output_type_v2": lambda: gain_center("inverse_residual_index_v2", residual_id=-1),

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("inspect", "compare")
+COMMANDS = ("doctor", "demo", "inspect", "dump", "compare", "aot")
 
 
 class InputError(Exception):

@@ -141,4 +141,5 @@ def _routes_by_expert(ids: np.ndarray, num_experts: int) -> Iterator[tuple[int, 
     """(expert, tokens, slots) of every expert that has routes, ascending."""
     check_ids(ids, num_experts)
     for expert in np.unique(ids[ids >= 0]):
-        yield int(expert), *np.nonzero(ids == expert)
+        tokens, slots = np.nonzero(ids == expert)
+        yield int(expert), tokens, slots

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm import pallas, xla
-from pallas_kernels.expert_gemm.tiles import Tile, choose_block_rows, choose_tiles
+from pallas_kernels.expert_gemm.tiles import AMD_TILES, Tile, choose_block_rows, choose_tiles
 from pallas_kernels.route_map import RouteMap
 
-__all__ = ["Tile", "choose_block_rows", "choose_tiles", "down", "gate_up"]
+__all__ = ["AMD_TILES", "Tile", "choose_block_rows", "choose_tiles", "down", "gate_up"]
 
 
 def gate_up(

@@ -61,71 +61,86 @@ def _dot(a, b):
     )
 
 
-def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, routes_per_token: int):
+def _for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, columns: int, multiply, clear=None):
+    """Run this program's share: `multiply(rows, column, expert)` with as many rows as its block needs.
+
+    A block with no more live rows than `tile.tail` is multiplied as one of `tail` rows. `clear(rows, column)` is for a
+    block of masked routes, which no expert multiplies.
+    """
     blocks, block_rows = rows_ref.shape
+    block, column_tile = _block_and_column(tile, blocks, columns)
+    column = column_tile * tile.cols + jnp.arange(tile.cols)
+    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
+    is_expert = (group >= 0) & (group < experts)
+
+    def run(size):
+        multiply(plt.load(rows_ref.at[block, jnp.arange(size)]), column, group)
+
+    if tile.tail and tile.tail < block_rows:
+        # Live rows come first in a block: one row past the tail says whether the tail is enough.
+        beyond = plt.load(rows_ref.at[block, jnp.int32(tile.tail)], mask=is_expert, other=routes)
+        pl.when(is_expert & (beyond < routes))(lambda: run(block_rows))
+        pl.when(is_expert & (beyond >= routes))(lambda: run(tile.tail))
+    else:
+        pl.when(is_expert)(lambda: run(block_rows))
+    if clear is not None:
+        pl.when(group == experts)(lambda: clear(plt.load(rows_ref.at[block, jnp.arange(block_rows)]), column))
+
+
+def _store_rows(out_ref, rows, column, values):
+    """Each row at its route's own place; rows past the array are empty."""
+    routes, columns = out_ref.shape
+    keep = (rows < routes)[:, None] & (column < columns)[None, :]
+    plt.store(out_ref.at[rows[:, None], column[None, :]], values, mask=keep)
+
+
+def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, routes_per_token: int):
     experts, two_f, depth = weight_ref.shape
     routes, f = out_ref.shape
-    block, column_tile = _block_and_column(tile, blocks, f)
-    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
 
-    @pl.when((group >= 0) & (group < experts))
-    def _():
-        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
+    def multiply(rows, column, expert):
         token = jnp.where(rows < routes, rows // routes_per_token, 0)
-        column = column_tile * tile.cols + jnp.arange(tile.cols)
-        column_limit = None if f % tile.cols == 0 else f
         depth_limit = None if depth % tile.depth == 0 else depth
+        gate_limit, up_limit = (None, None) if f % tile.cols == 0 else (f, two_f)
 
         def step(i, sums):
             gate_sum, up_sum = sums
             d = i * tile.depth + jnp.arange(tile.depth)
             x = _load(x_ref, token, d, column_limit=depth_limit)
-            gate = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(group,))
-            # An up row past the last one is masked by the gate row's own limit: both halves have f rows.
-            up_limit = None if column_limit is None else two_f
-            up = _load(weight_ref, f + column, d, column_limit=depth_limit, row_limit=up_limit, lead=(group,))
+            gate = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=gate_limit, lead=(expert,))
+            up = _load(weight_ref, f + column, d, column_limit=depth_limit, row_limit=up_limit, lead=(expert,))
             return gate_sum + _dot(x, gate), up_sum + _dot(x, up)
 
-        zero = jnp.zeros((block_rows, tile.cols), jnp.float32)
+        zero = jnp.zeros((rows.shape[0], tile.cols), jnp.float32)
         gate_sum, up_sum = lax.fori_loop(0, pl.cdiv(depth, tile.depth), step, (zero, zero))
-        out = swiglu(gate_sum, up_sum, out_ref.dtype)
-        keep = (rows < routes)[:, None] & (column < f)[None, :]
-        plt.store(out_ref.at[rows[:, None], column[None, :]], out, mask=keep)
+        _store_rows(out_ref, rows, column, swiglu(gate_sum, up_sum, out_ref.dtype))
+
+    _for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
 
 def _down(activation_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile):
-    blocks, block_rows = rows_ref.shape
     experts, _, depth = weight_ref.shape
     routes, h = out_ref.shape
-    block, column_tile = _block_and_column(tile, blocks, h)
-    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
 
-    def store(total):
-        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
-        column = column_tile * tile.cols + jnp.arange(tile.cols)
-        out = round_to(total, out_ref.dtype).astype(out_ref.dtype)
-        keep = (rows < routes)[:, None] & (column < h)[None, :]
-        plt.store(out_ref.at[rows[:, None], column[None, :]], out, mask=keep)
-
-    @pl.when((group >= 0) & (group < experts))
-    def _():
-        rows = plt.load(rows_ref.at[block, jnp.arange(block_rows)])
-        safe_row = jnp.where(rows < routes, rows, 0)
-        column = column_tile * tile.cols + jnp.arange(tile.cols)
-        column_limit = None if h % tile.cols == 0 else h
+    def multiply(rows, column, expert):
+        own_row = jnp.where(rows < routes, rows, 0)
         depth_limit = None if depth % tile.depth == 0 else depth
+        column_limit = None if h % tile.cols == 0 else h
 
         def step(i, total):
             d = i * tile.depth + jnp.arange(tile.depth)
-            a = _load(activation_ref, safe_row, d, column_limit=depth_limit)
-            weight = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(group,))
+            a = _load(activation_ref, own_row, d, column_limit=depth_limit)
+            weight = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(expert,))
             return total + _dot(a, weight)
 
-        store(lax.fori_loop(0, pl.cdiv(depth, tile.depth), step, jnp.zeros((block_rows, tile.cols), jnp.float32)))
+        zero = jnp.zeros((rows.shape[0], tile.cols), jnp.float32)
+        total = lax.fori_loop(0, pl.cdiv(depth, tile.depth), step, zero)
+        _store_rows(out_ref, rows, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
 
-    @pl.when(group == experts)
-    def _():  # masked routes: exactly zero, for the price of one store
-        store(jnp.zeros((block_rows, tile.cols), jnp.float32))
+    def clear(rows, column):
+        _store_rows(out_ref, rows, column, jnp.zeros((rows.shape[0], tile.cols), out_ref.dtype))
+
+    _for_own_block(tile, rows_ref, group_ref, experts, routes, h, multiply, clear)
 
 
 def gate_up(

@@ -21,6 +21,7 @@ class Tile:
     """One kernel's tile: `cols` output columns, `depth` of the contraction a step, and how it is compiled.
 
     group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
+    tail: a block with no more live rows than this is multiplied as one of so many rows; 0 for never.
     """
 
     cols: int
@@ -28,6 +29,7 @@ class Tile:
     num_warps: int
     num_stages: int
     group: int = 1
+    tail: int = 0
 
     def __post_init__(self) -> None:
         for name in ("cols", "depth"):
@@ -38,7 +40,7 @@ class Tile:
 
 # Block rows -> (gate_up tile, down tile). NVIDIA's were timed on an H200; AMD's are chosen by what they compile to
 # (no spills, LDS of gfx942 with its 64 KiB) and have not been timed.
-_NVIDIA = {
+NVIDIA_TILES = {
     16: (
         Tile(cols=64, depth=128, num_warps=4, num_stages=3),
         Tile(cols=128, depth=128, num_warps=4, num_stages=3),
@@ -56,7 +58,7 @@ _NVIDIA = {
         Tile(cols=256, depth=64, num_warps=8, num_stages=4, group=4),
     ),
 }
-_AMD = {
+AMD_TILES = {
     16: (
         Tile(cols=32, depth=128, num_warps=4, num_stages=2),
         Tile(cols=64, depth=128, num_warps=4, num_stages=2),
@@ -97,7 +99,7 @@ def choose_tiles(
     platform: "cuda" or "rocm"; None takes that of this backend ("rocm" where there is no GPU, so that what is
     interpreted on a CPU is what AMD runs).
     """
-    table = _NVIDIA if (platform or _platform()) == "cuda" else _AMD
+    table = NVIDIA_TILES if (platform or _platform()) == "cuda" else AMD_TILES
     if block_rows not in table:
         raise ValueError(f"blocks have {block_rows} rows; expected one of {sorted(table)}")
     gate_up, down = table[block_rows]

@@ -166,4 +166,4 @@ def test_dtypes_and_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"expected \[T, H\], \[T, K\], \[E, 2F, H\], \[E, H, F\]"):
         expert_rows(x, ids, gate_up[:, 1:], down)
     with pytest.raises(ValueError, match="implementation is 'cuda'"):
-        expert_rows(x, ids, gate_up, down, implementation="cuda")  # pyright: ignore[reportArgumentType]
+        expert_rows(x, ids, gate_up, down, implementation="cuda")

@@ -128,7 +128,7 @@ def test_no_tokens(implementation) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="scoring is 'relu'; expected 'sigmoid' or 'softmax'"):
-        route(jnp.zeros((1, 8)), jnp.zeros(8), routes_per_token=2, scoring="relu")  # pyright: ignore[reportArgumentType]
+        route(jnp.zeros((1, 8)), jnp.zeros(8), routes_per_token=2, scoring="relu")
     with pytest.raises(ValueError, match="routes_per_token is 9; expected 1 to the number of experts, 8"):
         route(jnp.zeros((1, 8)), jnp.zeros(8), routes_per_token=9)
     with pytest.raises(TypeError, match="expected float32 both"):

@@ -1,0 +1,226 @@
+"""Every kernel compiled for AMD on any machine: registers, spills, local memory, matrix instructions.
+
+A kernel is lowered for ROCm on the CPU (an abstract device names the chip), its Triton IR is taken out of the lowered
+module, and Triton's AMD backend compiles it to the chip's machine code. XLA bundles another Triton version, so
+registers are estimates; spills and the choice of matrix instruction show reliably. Each target is compiled in a
+process of its own: two in one process gave wrong instructions. Needs the package `triton` (the dev group has it) and
+jax 0.12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jaxlib.mlir import ir
+
+from pallas_kernels import expert_gemm
+from pallas_kernels.finalize import finalize
+from pallas_kernels.route_map import route_map
+from pallas_kernels.router import Scoring, route
+from pallas_kernels.target import Target, find_target
+
+# The full-size layer: what the tables are for. A kernel's code depends on these only through divisibility.
+_E, _K, _H, _F = 256, 8, 4096, 4096
+_BF16_MFMA = r"v_mfma_f32_\d+x\d+x\d+_bf16"
+_F32_MFMA = r"v_mfma_f32_\d+x\d+x\d+_f32"
+
+
+@dataclasses.dataclass(frozen=True)
+class AotCase:
+    """A call whose kernels are to compile: `function(*arguments)`; `mfma` must match an opcode of each, if given."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    mfma: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredKernel:
+    """One kernel's Triton IR as text, and how it is to be compiled."""
+
+    case: str
+    name: str
+    ir: str
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a kernel compiled to. `spills` counts registers; `mfma` counts opcodes in the code, not in the run."""
+
+    case: str
+    kernel: str
+    target: str
+    num_warps: int
+    vgprs: int
+    sgprs: int
+    spills: int
+    scratch_bytes: int
+    lds_bytes: int
+    occupancy: int
+    mfma: dict[str, int]
+
+
+def cases() -> Iterator[AotCase]:
+    """One case for each kernel, dtype and tile config of the AMD table."""
+    shape = jax.ShapeDtypeStruct
+    for block_rows in expert_gemm.AMD_TILES:
+        routes_count = _E * block_rows
+        routes = jax.eval_shape(
+            lambda ids, rows=block_rows: route_map(ids, num_experts=_E, block_rows=rows, implementation="xla"),
+            shape((routes_count // _K, _K), jnp.int32),
+        )
+        for dtype, mfma in ((jnp.bfloat16, _BF16_MFMA), (jnp.float32, _F32_MFMA)):
+            gate_up, down = expert_gemm.choose_tiles(block_rows, dtype, f=_F, h=_H, platform="rocm")
+            label = f"{jnp.dtype(dtype).name}, blocks of {block_rows}"
+            yield AotCase(
+                f"gate_up {label}",
+                lambda x, w, r, tile=gate_up: expert_gemm.gate_up(
+                    x, w, r, routes_per_token=_K, implementation="pallas", tile=tile, interpret=False
+                ),
+                (shape((routes_count // _K, _H), dtype), shape((_E, 2 * _F, _H), dtype), routes),
+                mfma,
+            )
+            yield AotCase(
+                f"down {label}",
+                lambda a, w, r, tile=down: expert_gemm.down(
+                    a, w, r, implementation="pallas", tile=tile, interpret=False
+                ),
+                (shape((routes_count, _F), dtype), shape((_E, _H, _F), dtype), routes),
+                mfma,
+            )
+        yield AotCase(
+            f"route_map blocks of {block_rows}",
+            lambda ids, rows=block_rows: route_map(
+                ids, num_experts=_E, block_rows=rows, implementation="pallas", interpret=False
+            ),
+            (shape((512, _K), jnp.int32),),
+        )
+    for rows_dtype, out_dtype in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
+        yield AotCase(
+            f"finalize {rows_dtype} to {out_dtype}",
+            lambda rows, weights, ids, gain, out=out_dtype: finalize(
+                rows, weights, ids, gain, eps=1e-8, out_dtype=out, implementation="pallas", interpret=False
+            ),
+            (
+                shape((512, _K, _H), rows_dtype),
+                shape((512, _K), jnp.float32),
+                shape((512, _K), jnp.int32),
+                shape((_H,), jnp.bfloat16),
+            ),
+        )
+    for scoring in get_args(Scoring):
+        yield AotCase(
+            f"router {scoring}",
+            lambda logits, bias, scoring=scoring: route(
+                logits, bias, routes_per_token=_K, scoring=scoring, implementation="pallas", interpret=False
+            ),
+            (shape((512, _E), jnp.float32), shape((_E,), jnp.float32)),
+        )
+
+
+def lower(case: AotCase, target: Target) -> list[LoweredKernel]:
+    """The case's kernels, lowered for a ROCm target on whatever machine this is.
+
+    Raises NotImplementedError where this JAX cannot lower for a device that is not there.
+    """
+    if target.platform != "rocm":
+        raise NotImplementedError(f"target is {target.name}; only gfx942 and gfx950 are compiled ahead of time")
+    try:
+        from jax.sharding import AbstractDevice
+    except ImportError:
+        raise NotImplementedError(
+            f"jax {jax.__version__} cannot lower for a device that is not there; use jax 0.12"
+        ) from None
+    device = AbstractDevice(device_kind=target.name, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("rocm",))
+    module: Any = lowered.compiler_ir("stablehlo")
+    return [_kernel(case.name, call) for call in _triton_calls(module.operation)]
+
+
+def compile_kernels(kernels: Iterable[LoweredKernel], target: Target) -> list[Report]:
+    """What each kernel compiles to for `target`, in a process of its own."""
+    if importlib.util.find_spec("triton") is None:
+        raise NotImplementedError("the package triton is not installed; `pip install triton` compiles kernels for AMD")
+    request = json.dumps([dataclasses.asdict(kernel) for kernel in kernels])
+    # The child needs Triton's compiler and nothing of JAX's devices.
+    done = subprocess.run(
+        [sys.executable, "-m", "pallas_kernels.aot_worker", target.name],
+        input=request,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    if done.returncode:
+        raise RuntimeError(f"compiling for {target.name} failed:\n{done.stderr[-2000:]}")
+    return [Report(**found) for found in json.loads(done.stdout)]
+
+
+def faults(report: Report, mfma: str | None = None) -> list[str]:
+    """What is wrong with a compiled kernel: spills, too much local memory, no matrix instruction of the wanted type."""
+    target = find_target(report.target)
+    found = []
+    if report.spills or report.scratch_bytes:
+        found.append(f"spills {report.spills} registers, {report.scratch_bytes} bytes of scratch")
+    if report.lds_bytes > target.lds_bytes:
+        found.append(f"needs {report.lds_bytes} bytes of LDS, the chip has {target.lds_bytes}")
+    if mfma is not None and not any(re.fullmatch(mfma, opcode) for opcode in report.mfma):
+        found.append(f"has no opcode like {mfma}, but {', '.join(report.mfma) or 'none'}")
+    return found
+
+
+def check(targets: Sequence[str]) -> list[tuple[Report, list[str]]]:
+    """Every case compiled for every target, with what is wrong with it."""
+    checked = []
+    for name in targets:
+        target = find_target(name)
+        kernels, wanted = [], []
+        for case in cases():
+            for kernel in lower(case, target):
+                kernels.append(kernel)
+                wanted.append(case.mfma)
+        reports = compile_kernels(kernels, target)
+        checked += [(report, faults(report, mfma)) for report, mfma in zip(reports, wanted, strict=True)]
+    return checked
+
+
+def _triton_calls(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                if inner.operation.name == "stablehlo.custom_call" and "triton" in str(
+                    inner.attributes["call_target_name"]
+                ):
+                    yield inner
+                yield from _triton_calls(inner.operation)
+
+
+def _kernel(case: str, call: Any) -> LoweredKernel:
+    from jaxlib.triton import dialect
+
+    config = {item.name: item.attr for item in ir.DictAttr(call.attributes["mhlo.backend_config"])}
+    with ir.Context() as context:
+        dialect.register_dialect(context)
+        text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+    return LoweredKernel(
+        case=case,
+        name=ir.StringAttr(config["name"]).value,
+        ir=text,
+        num_warps=ir.IntegerAttr(config["num_warps"]).value,
+        num_stages=ir.IntegerAttr(config["num_stages"]).value,
+    )
