@@ -33,6 +33,8 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 
 

@@ -32,8 +32,8 @@ AXES = {
     "combined": "TH",
     "out": "TD",
 }
-_IDS = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
-_VALUES = {name: NUMPY_DTYPES[name] for name in ("BF16", "F32")}
+_IDS = ("I32", "I64")
+_VALUES = ("BF16", "F32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def read_dump(path: str | Path) -> Dump:
         known = _IDS if boundary == "topk_ids" else _VALUES
         if entry.dtype not in known:
             raise ValueError(f"{entry} is {entry.dtype}; expected {' or '.join(known)}")
-        array = np.empty(entry.shape, known[entry.dtype])
+        array = np.empty(entry.shape, NUMPY_DTYPES[entry.dtype])
         targets.append((entry, array))
         layers.setdefault(int(layer) if layer else None, {})[boundary] = array
     if not layers:
