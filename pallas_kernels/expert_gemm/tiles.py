@@ -32,9 +32,9 @@ class Tile:
     tail: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("cols", "depth"):
+        for name in ("cols", "depth", "tail"):
             value = getattr(self, name)
-            if value < 16 or value & (value - 1):
+            if (value < 16 or value & (value - 1)) and not (name == "tail" and value == 0):
                 raise ValueError(f"{name} is {value}; expected a power of two of at least 16")
 
 
@@ -42,20 +42,20 @@ class Tile:
 # (no spills, LDS of gfx942 with its 64 KiB) and have not been timed.
 NVIDIA_TILES = {
     16: (
-        Tile(cols=64, depth=128, num_warps=4, num_stages=3),
-        Tile(cols=128, depth=128, num_warps=4, num_stages=3),
+        Tile(cols=64, depth=128, num_warps=4, num_stages=4),
+        Tile(cols=128, depth=128, num_warps=4, num_stages=4),
     ),
     32: (
-        Tile(cols=64, depth=128, num_warps=4, num_stages=3),
-        Tile(cols=128, depth=128, num_warps=8, num_stages=3),
+        Tile(cols=64, depth=128, num_warps=8, num_stages=3, tail=16),
+        Tile(cols=128, depth=128, num_warps=8, num_stages=3, tail=16),
     ),
     64: (
-        Tile(cols=128, depth=64, num_warps=4, num_stages=4, group=16),
-        Tile(cols=256, depth=64, num_warps=4, num_stages=4, group=16),
+        Tile(cols=128, depth=64, num_warps=4, num_stages=3, group=4, tail=16),
+        Tile(cols=256, depth=64, num_warps=8, num_stages=3, group=4, tail=16),
     ),
     128: (
-        Tile(cols=128, depth=64, num_warps=8, num_stages=4, group=16),
-        Tile(cols=256, depth=64, num_warps=8, num_stages=4, group=4),
+        Tile(cols=128, depth=64, num_warps=8, num_stages=4, group=4, tail=16),
+        Tile(cols=256, depth=64, num_warps=8, num_stages=4, group=4, tail=16),
     ),
 }
 AMD_TILES = {
@@ -64,16 +64,16 @@ AMD_TILES = {
         Tile(cols=64, depth=128, num_warps=4, num_stages=2),
     ),
     32: (
-        Tile(cols=32, depth=128, num_warps=4, num_stages=2),
-        Tile(cols=64, depth=128, num_warps=4, num_stages=2),
+        Tile(cols=32, depth=128, num_warps=4, num_stages=2, tail=16),
+        Tile(cols=64, depth=128, num_warps=4, num_stages=2, tail=16),
     ),
     64: (
-        Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=8),
-        Tile(cols=128, depth=64, num_warps=4, num_stages=2, group=8),
+        Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=4, tail=16),
+        Tile(cols=128, depth=64, num_warps=4, num_stages=2, group=4, tail=16),
     ),
     128: (
-        Tile(cols=64, depth=64, num_warps=8, num_stages=2, group=8),
-        Tile(cols=128, depth=64, num_warps=8, num_stages=2, group=8),
+        Tile(cols=64, depth=64, num_warps=8, num_stages=2, group=4, tail=16),
+        Tile(cols=256, depth=64, num_warps=8, num_stages=2, group=4, tail=16),
     ),
 }
 _LARGEST = 128
