@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from muse_jax.boundaries import BOUNDARIES
 from muse_jax.checkpoint import load_layer
 from muse_jax.cli.table import print_table
-from muse_jax.compare import LayerReport, Limits, compare_layers, read_dump
+from muse_jax.compare import Dump, LayerReport, Limits, compare_layers, read_dump
 from muse_jax.compare.explain import CAUSES, best_profiles
 from muse_jax.compare.walk import ROW_LIMITS, TIE_GAP
 from muse_jax.config import MuseConfig
@@ -26,7 +27,8 @@ from muse_jax.reference import PROFILES, replay_block
 EPILOG = f"""\
 Row errors are ||a - b|| / ||b|| of each row. By default a float32 boundary may differ by {ROW_LIMITS["float32"]:g}, a
 bfloat16 one by {ROW_LIMITS["bfloat16"]:g}. Routes are paired by expert; tokens whose disputed experts' scores lie
-within --tie-gap count as ties and are left out further down. With --replay, each boundary of A is computed anew from
+within --tie-gap count as ties and are left out further down. --bits comes on top of the row error, --max-ulp takes its
+place; NaN against a number parts whatever the limits. With --replay, each boundary of A is computed anew from
 A's own inputs with the roundings of a profile ({", ".join(PROFILES)}), and A is compared with that. Exit code 0: all
 within limits; 1: a boundary parts; 2: bad input.
 
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
             b = {"x": a["x"]} if "x" in a else {}
             b |= _stored_as(replay_block(weights, a, block_settings(config), args.replay), a)
         bias = None if weights is None else weights["router_bias"]
-        report = compare_layers(layer, a, b, limits, bias=bias, replayed=second is None)
+        scoring = "sigmoid" if config is None else config.scoring
+        report = compare_layers(layer, a, b, limits, bias=bias, scoring=scoring, replayed=second is None)
         reports.append(report)
         fits.append({})
         if report.parted and weights is not None and config is not None and second is not None:
@@ -95,13 +98,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(Path(args.plot), reports, first.layers, second.layers if second else None)
     if args.json:
-        print(json.dumps(_as_json(args, reports, fits, (first, second)), indent=2))
+        print(json.dumps(_strict(_as_json(args, reports, fits, (first, second))), indent=2, allow_nan=False))
     else:
         for report, fit in zip(reports, fits, strict=True):
             _print(report, fit)
         for dump in (first, second):
             if dump is not None and dump.ignored:
                 print(f"{dump.path}: {dump.ignored} other tensors are no boundaries and were left alone")
+        if args.layer is None and (skipped := _skipped(first, second)):
+            print(f"not compared, in one file only: layers {_list(skipped)}")
     return int(any(report.parted for report in reports))
 
 
@@ -118,14 +123,18 @@ def _limits(args: argparse.Namespace) -> Limits:
             raise ValueError(f"--tolerance has {part!r}; expected a number or boundary=number") from None
         if separator and name not in BOUNDARIES:
             raise ValueError(f"--tolerance names {name!r}; expected one of {', '.join(BOUNDARIES)}")
-        if not value >= 0:
-            raise ValueError(f"--tolerance has {part!r}; expected 0 or more")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"--tolerance has {part!r}; expected a finite number, 0 or more")
         if separator:
             rows[name] = value
         else:
             default = value
     if args.bits is not None and not 0 <= args.bits <= 1:
         raise ValueError(f"--bits is {args.bits}; expected a share, 0 to 1")
+    if args.max_ulp is not None and args.max_ulp < 0:
+        raise ValueError(f"--max-ulp is {args.max_ulp}; expected 0 or more")
+    if not 0 <= args.tie_gap < math.inf:
+        raise ValueError(f"--tie-gap is {args.tie_gap}; expected a finite number, 0 or more")
     equal, max_ulp = args.bits, args.max_ulp
     if args.replay and args.tolerance is None and equal is None and max_ulp is None:
         equal, max_ulp = 0.999, 2
@@ -145,6 +154,12 @@ def _layers(args: argparse.Namespace, first: Mapping[int | None, Any], second: M
         if layer not in shared:
             raise ValueError(f"layer {layer} is not in both files; in common: {_list(shared)}")
     return args.layer
+
+
+def _skipped(first: Dump, second: Dump | None) -> list[int | None]:
+    """Layers that one file alone holds."""
+    alone = set() if second is None else first.layers.keys() ^ second.layers.keys()
+    return sorted(alone, key=lambda layer: -1 if layer is None else layer)
 
 
 def _list(layers: Any) -> str:
@@ -193,7 +208,12 @@ def _print(report: LayerReport, fits: Mapping[str, list[tuple[str, float]]]) -> 
         )
     print_table(columns, rows)
     if report.parted is None:
-        print("all boundaries agree")
+        absent = [found.name for found in report.boundaries if found.status == "absent"]
+        compared = len(report.boundaries) - len(absent)
+        if absent:
+            print(f"{compared} boundaries agree; {len(absent)} are in one file only and were not compared")
+        else:
+            print("all boundaries agree")
     else:
         print(f"first boundary that parts: {report.parted}. {CAUSES[report.parted]}")
         for side, fit in fits.items():
@@ -208,6 +228,7 @@ def _as_json(args: argparse.Namespace, reports: list[LayerReport], fits: list[di
         "b": args.b,
         "replay": args.replay,
         "parted": any(report.parted for report in reports),
+        "layers_not_compared": _skipped(*dumps) if args.layer is None else [],
         "ignored_tensors": sum(dump.ignored for dump in dumps if dump is not None),
         "layers": [
             {
@@ -222,6 +243,15 @@ def _as_json(args: argparse.Namespace, reports: list[LayerReport], fits: list[di
             for report, fit in zip(reports, fits, strict=True)
         ],
     }
+
+
+def _strict(value: Any) -> Any:
+    """`value` with every NaN and infinity as a string, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plot(folder: Path, reports: list[LayerReport], first: Any, second: Any) -> None:

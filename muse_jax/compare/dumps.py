@@ -62,14 +62,19 @@ def read_dump(path: str | Path) -> Dump:
         known = _IDS if boundary == "topk_ids" else _VALUES
         if entry.dtype not in known:
             raise ValueError(f"{entry} is {entry.dtype}; expected {' or '.join(known)}")
+        number = int(layer) if layer else None
+        if boundary in layers.get(number, {}):
+            raise ValueError(f"{entry} is a second {number}.{boundary}; expected each boundary of a layer once")
         array = np.empty(entry.shape, NUMPY_DTYPES[entry.dtype])
         targets.append((entry, array))
-        layers.setdefault(int(layer) if layer else None, {})[boundary] = array
+        layers.setdefault(number, {})[boundary] = array
     if not layers:
         raise ValueError(f"{path} holds no boundary; expected tensors named L.x, L.router_logits, ... or x, ...")
     for layer, found in layers.items():
         _check_shapes(path, layer, found)
     read_into(targets)
+    for layer, found in layers.items():
+        _check_ids(path, layer, found)
     ordered = {layer: {name: layers[layer][name] for name in BOUNDARIES if name in layers[layer]} for layer in layers}
     return Dump(path=path, layers=ordered, ignored=len(entries) - len(targets))
 
@@ -90,6 +95,16 @@ def write_dump(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_ids(path: Path, layer: int | None, found: Mapping[str, np.ndarray]) -> None:
+    if "topk_ids" not in found or "router_logits" not in found:
+        return
+    ids, experts = found["topk_ids"], found["router_logits"].shape[1]
+    beyond = ids[(ids < -1) | (ids >= experts)]
+    if beyond.size:
+        shown = "topk_ids" if layer is None else f"{layer}.topk_ids"
+        raise ValueError(f"{shown} in {path} holds {beyond[0]}; expected 0 to {experts - 1}, or -1 for a masked route")
 
 
 def _check_shapes(path: Path, layer: int | None, found: Mapping[str, np.ndarray]) -> None:

@@ -33,11 +33,17 @@ class Routing:
 
 
 def match_routes(
-    a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], *, bias: np.ndarray | None, tie_gap: float
+    a: Mapping[str, np.ndarray],
+    b: Mapping[str, np.ndarray],
+    *,
+    bias: np.ndarray | None,
+    tie_gap: float,
+    scoring: str = "sigmoid",
 ) -> Routing:
     """How the routes of two layers correspond. Both need topk_ids; scores come from router_logits, b's before a's.
 
-    bias: the selection bias [E]; None takes zero. Without router_logits no difference can be called a tie.
+    bias: the selection bias [E]; None takes zero. scoring: "sigmoid" or "softmax". Without router_logits, and where an
+    expert is masked or listed twice, no difference can be called a tie.
     """
     ids_a, ids_b = a["topk_ids"], b["topk_ids"]
     order_a, order_b = (np.argsort(ids, axis=1, kind="stable") for ids in (ids_a, ids_b))
@@ -47,9 +53,10 @@ def match_routes(
     for token in np.nonzero(~same)[0]:
         spread = np.inf
         if logits is not None:
-            scores = selection_scores(logits[token], bias)
+            scores = selection_scores(logits[token], bias, scoring)
             disputed = np.setxor1d(ids_a[token], ids_b[token])
-            if disputed.min() >= 0 and disputed.max() < scores.size:
+            distinct = all(np.unique(ids[token]).size == ids[token].size for ids in (ids_a, ids_b))
+            if distinct and disputed.min() >= 0 and disputed.max() < scores.size:
                 spread = float(np.ptp(scores[disputed]))
         (ties if spread <= tie_gap else faults).append(int(token))
         (tie_spreads if spread <= tie_gap else fault_spreads).append(spread)
@@ -64,12 +71,19 @@ def match_routes(
     )
 
 
-def selection_scores(logits: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """sigmoid(logits) + bias in float64, with the router's rule for values that are not finite."""
+def selection_scores(logits: np.ndarray, bias: np.ndarray | None, scoring: str = "sigmoid") -> np.ndarray:
+    """sigmoid or softmax of one token's logits [E], plus bias, in float64, with the router's rule for values that are
+    not finite.
+    """
     largest = float(np.finfo(np.float32).max)
     finite = lambda v: np.where(np.isnan(v), -largest, np.clip(v, -largest, largest))
-    with np.errstate(over="ignore"):
-        scores = 1 / (1 + np.exp(-finite(logits.astype(np.float64))))
+    logits = finite(logits.astype(np.float64))
+    with np.errstate(over="ignore", under="ignore"):
+        if scoring == "softmax":
+            scores = np.exp(logits - logits.max())
+            scores /= scores.sum()
+        else:
+            scores = 1 / (1 + np.exp(-logits))
     return scores if bias is None else finite(scores + bias.astype(np.float64))
 
 

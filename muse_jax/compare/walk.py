@@ -6,6 +6,8 @@ ties      topk_ids: some tokens chose among experts whose scores tie; they are l
 PARTS     the first boundary outside its limits
 follows   outside its limits after another parted: what feeds it already differed
 absent    in one file only
+
+A number against NaN, and an infinity against anything else, part whatever the limits.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ _PER_TOKEN_AFTER_ROUTING = ("combined", "out")
 class Limits:
     """What may differ. rows: largest row error by boundary; `rows_default` for the others, None: by dtype (ROW_LIMITS).
 
-    equal, max_ulp: for boundaries stored in bfloat16, the least share of equal elements and the furthest other element;
-    when given they replace the row error there. tie_gap: spread of selection scores that counts as a tie.
+    equal, max_ulp: for boundaries stored in bfloat16, the least share of equal elements and the furthest other element.
+    `max_ulp` takes the place of the row error there; `equal` alone comes on top of it. tie_gap: spread of selection
+    scores that counts as a tie.
     """
 
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -70,11 +73,12 @@ def compare_layers(
     limits: Limits,
     *,
     bias: np.ndarray | None = None,
+    scoring: str = "sigmoid",
     replayed: bool = False,
 ) -> LayerReport:
     """Compare one layer of two dumps.
 
-    bias: the selection bias [E], for calling a routing difference a tie.
+    bias, scoring: the selection bias [E] and the router's scoring, for calling a routing difference a tie.
     replayed: b was computed from a's own boundaries, so its routes stand in a's order whatever its topk_ids say.
 
     Raises ValueError when they have no boundary in common or shapes differ.
@@ -85,7 +89,9 @@ def compare_layers(
     for name in shared:
         if a[name].shape != b[name].shape:
             raise ValueError(f"layer {layer}: {name} is {a[name].shape} in one file and {b[name].shape} in the other")
-    routing = match_routes(a, b, bias=bias, tie_gap=limits.tie_gap) if "topk_ids" in shared else None
+    routing = None
+    if "topk_ids" in shared:
+        routing = match_routes(a, b, bias=bias, tie_gap=limits.tie_gap, scoring=scoring)
 
     pairing = routing
     if routing is not None and replayed:
@@ -104,7 +110,9 @@ def compare_layers(
             assert routing is not None
             report = _routing_report(routing, limits)
         else:
-            report = _values_report(name, *_aligned(name, a[name], b[name], pairing), limits)
+            # float32 rows normed from bfloat16 rows of two runs: as far apart as the rows they come from.
+            narrow_source = name == "normed_rows" and not replayed and _narrow(a, b, "expert_rows")
+            report = _values_report(name, *_aligned(name, a[name], b[name], pairing), limits, narrow_source)
         if report.status == "PARTS" and parted is not None:
             report = dataclasses.replace(report, status="follows")
         elif report.status == "PARTS":
@@ -137,17 +145,27 @@ def _routing_report(routing: Routing, limits: Limits) -> BoundaryReport:
     return BoundaryReport(name="topk_ids", status=status, limit=limit, distance=None, note="; ".join(notes))
 
 
-def _values_report(name: str, a: np.ndarray, b: np.ndarray, limits: Limits) -> BoundaryReport:
+def _narrow(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], name: str) -> bool:
+    return any(name in layer and layer[name].dtype == BFLOAT16 for layer in (a, b))
+
+
+def _values_report(
+    name: str, a: np.ndarray, b: np.ndarray, limits: Limits, narrow_source: bool = False
+) -> BoundaryReport:
     found = distance(a, b)
     narrow = BFLOAT16 in (a.dtype, b.dtype)
-    if narrow and (limits.equal is not None or limits.max_ulp is not None):
-        equal, max_ulp = limits.equal or 0.0, limits.max_ulp
-        inside = found.equal >= equal and (max_ulp is None or (found.max_ulp is not None and found.max_ulp <= max_ulp))
-        limit = f"equal >= {equal:.2%}" + ("" if max_ulp is None else f", others within {max_ulp} ulp")
+    inside, limit = found.max_ulp is not None, ""
+    if narrow and limits.equal is not None:
+        inside &= found.equal >= limits.equal
+        limit = f"equal >= {limits.equal:.2%}, "
+    if narrow and limits.max_ulp is not None:
+        inside &= found.max_ulp is not None and found.max_ulp <= limits.max_ulp
+        limit += f"others within {limits.max_ulp} ulp"
     else:
-        default = ROW_LIMITS["bfloat16" if narrow else "float32"]
+        default = ROW_LIMITS["bfloat16" if narrow or narrow_source else "float32"]
         allowed = limits.rows.get(name, default if limits.rows_default is None else limits.rows_default)
-        inside, limit = found.max_row <= allowed, f"row <= {allowed:g}"
+        inside &= found.max_row <= allowed
+        limit += f"row <= {allowed:g}"
     status = "same" if found.equal == 1 and a.dtype == b.dtype else "within" if inside else "PARTS"
     return BoundaryReport(name=name, status=status, limit=limit, distance=found)
 

@@ -71,6 +71,28 @@ def test_two_frameworks_are_told_apart(capsys):
     assert re.search(r"B at expert_input.*: vllm 100", said)
 
 
+def test_json_has_no_nan_and_says_what_was_not_compared(capsys, tmp_path):
+    layer = {name: value.copy() for name, value in read_dump(DATA / HF_BF16).layers[1].items() if name != "latent"}
+    layer["combined"][3, 0] = np.nan
+    write_dump(tmp_path / "a.safetensors", {1: layer}, {})
+    files = ("compare", tmp_path / "a.safetensors", DATA / HF_BF16)
+    code, said, _ = run(capsys, *files, "--bits", 0.9, "--json")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads(said, parse_constant=refuse)
+    assert code == 1
+    assert found["layers"][0]["parted"] == "combined"
+    assert found["layers_not_compared"] == [0, 2, 3]
+    assert "in one file only: layers 0, 2, 3" in run(capsys, *files)[1]
+    del layer["combined"]
+    write_dump(tmp_path / "a.safetensors", {1: layer}, {})
+    code, said, _ = run(capsys, *files)
+    assert code == 0
+    assert "9 boundaries agree; 2 are in one file only and were not compared" in said
+
+
 def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert run(capsys, "compare", DATA / HF_F32, DATA / HF_F32, "--layer", 0, "--plot", tmp_path / "p")[0] == 0
@@ -142,6 +164,9 @@ def test_other_widths_and_route_scale(capsys, tmp_path):
         ),
         (["compare", DATA / HF_F32, DATA / HF_F32, "--tolerance", "x"], "expected a number or boundary=number"),
         (["compare", DATA / HF_F32, DATA / HF_F32, "--bits", "99"], "--bits is 99.0; expected a share, 0 to 1"),
+        (["compare", DATA / HF_F32, DATA / HF_F32, "--tolerance", "inf"], "expected a finite number, 0 or more"),
+        (["compare", DATA / HF_F32, DATA / HF_F32, "--max-ulp", "-3"], "--max-ulp is -3; expected 0 or more"),
+        (["compare", DATA / HF_F32, DATA / HF_F32, "--tie-gap", "nan"], "--tie-gap is nan; expected a finite number"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, argv, sentence):

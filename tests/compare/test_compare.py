@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from muse_jax.boundaries import BOUNDARIES
 from muse_jax.compare import Limits, compare_layers, read_dump, write_dump
 from muse_jax.compare.explain import CAUSES, best_profiles
 from muse_jax.compare.metrics import distance, row_errors, ulps
-from muse_jax.reference import run_block
+from muse_jax.reference import replay_block, run_block
 from tests.golden import HF_BF16, HF_F32, VLLM_BF16, golden_settings, golden_tensors, golden_weights
 
 BF16 = golden_tensors(VLLM_BF16, 0)["x"].dtype
@@ -171,3 +172,66 @@ def test_dumps_that_do_not_fit_are_refused(tmp_path):
     write_dump(path, {0: {"weights": np.zeros(3, np.float32)}}, {})
     with pytest.raises(ValueError, match="holds no boundary"):
         read_dump(path)
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDARIES if name != "topk_ids"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_limit_lets_a_lost_number_through(name, value):
+    ours = golden_tensors(HF_BF16, 1)
+    other = {key: array.copy() for key, array in ours.items()}
+    other[name].reshape(-1)[3] = value
+    for limits in (Limits(), Limits(equal=0.5), Limits(rows_default=1e30)):
+        assert compare_layers(1, other, ours, limits).parted == name
+        assert compare_layers(1, ours, other, limits).parted == name
+
+
+def test_share_of_equal_elements_does_not_hide_a_dropped_row():
+    ours = golden_tensors(HF_BF16, 1)
+    other = {key: array.copy() for key, array in ours.items()}
+    other["expert_rows"][3, 2] = 0
+    assert distance(other["expert_rows"], ours["expert_rows"]).equal > 0.99
+    assert compare_layers(1, other, ours, Limits(equal=0.98)).parted == "expert_rows"
+
+
+def test_norm_of_bfloat16_rows_is_allowed_what_the_rows_are():
+    """A few rows one bfloat16 step away move their float32 norms by as much: no fault of the norm."""
+    weights = golden_weights("hf-tiny", 1)
+    ours = run_block(weights, golden()["x"], SETTINGS, "vllm")
+    other = {name: value.copy() for name, value in ours.items()}
+    other["expert_rows"].view(np.uint16)[3, 2, ::9] += 1
+    other["normed_rows"] = replay_block(weights, other, SETTINGS, "vllm")["normed_rows"]
+    assert compare_layers(1, other, ours, Limits()).parted is None
+    assert compare_layers(1, other, ours, Limits(rows={"normed_rows": 2e-6})).parted == "normed_rows"
+    assert compare_layers(1, other, ours, Limits(), replayed=True).parted == "normed_rows"
+
+
+@pytest.mark.parametrize("theirs", [[1, 2, 3, 3], [1, 2, 3, -1]])
+def test_an_expert_listed_twice_or_masked_is_no_tie(theirs):
+    ours, other = golden(), golden()
+    ours["topk_ids"][0], other["topk_ids"][0] = [1, 1, 2, 3], theirs
+    report = compare_layers(1, ours, other, Limits(tie_gap=1e9))
+    assert report.parted == "topk_ids"
+    assert report.routing.faults == (0,)
+
+
+def test_ties_are_judged_by_the_routers_own_scores():
+    """Sigmoids of large logits all but tie; their softmax does not."""
+    ours, other = golden(), golden()
+    for layer in (ours, other):
+        layer["router_logits"][0] = 20 + np.arange(16)
+    ours["topk_ids"][0], other["topk_ids"][0] = [15, 14, 13, 12], [15, 14, 13, 11]
+    assert compare_layers(1, ours, other, Limits(tie_gap=1e-4)).parted is None
+    assert compare_layers(1, ours, other, Limits(tie_gap=1e-4), scoring="softmax").parted == "topk_ids"
+
+
+def test_boundaries_named_twice_and_experts_that_do_not_exist_are_refused(tmp_path):
+    path = tmp_path / "bad.safetensors"
+    save_file({"0.x": np.ones((2, 3), np.float32), "00.x": np.ones((2, 3), np.float32)}, path)
+    with pytest.raises(ValueError, match=r"is a second 0\.x"):
+        read_dump(path)
+    for beyond in (-2, 16):
+        layer = golden()
+        layer["topk_ids"][4, 1] = beyond
+        write_dump(path, {1: layer}, {})
+        with pytest.raises(ValueError, match=rf"1\.topk_ids in .* holds {beyond}; expected 0 to 15, or -1"):
+            read_dump(path)
