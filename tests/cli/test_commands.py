@@ -94,7 +94,6 @@ def test_json_has_no_nan_and_says_what_was_not_compared(capsys, tmp_path):
 
 
 def test_plot(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     assert run(capsys, "compare", DATA / HF_F32, DATA / HF_F32, "--layer", 0, "--plot", tmp_path / "p")[0] == 0
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["layer_0.png"]
 
