@@ -12,7 +12,7 @@ from pallas_kernels.target import TARGETS, find_target
 
 _ROCM = [name for name, target in TARGETS.items() if target.platform == "rocm"]
 EPILOG = f"""\
-Needs the package triton and jax 0.12, and no GPU. Registers are estimates (XLA bundles another Triton); spills and
+Needs the package triton, and no GPU. Registers are estimates (XLA bundles another Triton); spills and
 matrix opcodes show reliably. Exit code 0: every kernel is fine; 1: one spills, needs more LDS than the chip has, or
 lacks its matrix instruction; 2: bad input.
 

@@ -103,17 +103,18 @@ def choose_tiles(
     if block_rows not in table:
         raise ValueError(f"blocks have {block_rows} rows; expected one of {sorted(table)}")
     gate_up, down = table[block_rows]
-    halve = 2 if jnp.dtype(dtype).itemsize == 4 else 1
-    return _fit(gate_up, f, h, halve), _fit(down, h, f, halve)
+    wide = jnp.dtype(dtype).itemsize == 4
+    return _fit(gate_up, f, h, wide), _fit(down, h, f, wide)
 
 
-def _fit(tile: Tile, columns: int, depth: int, halve: int) -> Tile:
-    """The tile cut to the array's own size, its depth halved for 4-byte elements."""
-    return dataclasses.replace(
-        tile,
-        cols=_power_of_two(columns, 16, tile.cols),
-        depth=_power_of_two(depth, 16, tile.depth // halve),
-    )
+def _fit(tile: Tile, columns: int, depth: int, wide: bool) -> Tile:
+    """The tile cut to the array's own size: smaller for 4-byte elements, and with half the depth where edges need
+    masks, whose registers would spill.
+    """
+    cols = _power_of_two(columns, 16, min(tile.cols, 128) if wide else tile.cols)
+    steps = _power_of_two(depth, 16, tile.depth // 2 if wide else tile.depth)
+    ragged = columns % cols or depth % steps
+    return dataclasses.replace(tile, cols=cols, depth=max(16, steps // 2) if ragged else steps)
 
 
 def _power_of_two(at_least: float, lowest: int, highest: int) -> int:

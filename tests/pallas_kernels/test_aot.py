@@ -63,8 +63,8 @@ def test_a_tile_too_large_is_reported() -> None:
 def test_every_tile_of_the_table_is_a_case() -> None:
     names = " ".join(case.name for case in aot.cases())
     for block_rows in expert_gemm.AMD_TILES:
-        assert f"gate_up bfloat16, blocks of {block_rows}" in names
-        assert f"down float32, blocks of {block_rows}" in names
+        assert f"gate_up bfloat16 H=4096 F=4096, blocks of {block_rows}" in names
+        assert f"down float32 H=1000 F=1000, blocks of {block_rows}" in names
 
 
 def test_other_targets_are_refused() -> None:
