@@ -5,19 +5,27 @@ reads the stacked weights in place, and a loop over blocks takes what is left of
 have no row, the loop takes one route at a time. Either way the work is a small multiple of R rows times one expert,
 whatever E is; `jax.lax.ragged_dot` would multiply every row by every expert on CPU, CUDA and ROCm. The loop comes
 second because XLA copies an expert's weights before each of its products.
+
+The gradient walks the same blocks: with p = x @ w.T the product of a block and dp its gradient,
+    dx = dp @ w        dw[expert] += dp.T @ x
+p is computed again, dp is rounded to the input's dtype, and both products accumulate in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.formats import round_to, swiglu
+from pallas_kernels.formats import round_to, swiglu, swiglu_gradient
 from pallas_kernels.route_map import RouteMap
+from pallas_kernels.varying import vary_together
 
 _FULL_PRECISION = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _CACHED_BYTES = 2**18  # of one expert's weights that a CPU copies at a time
@@ -27,63 +35,145 @@ def gate_up(
     x: Float[Array, "T H"], weight: Float[Array, "E F2 H"], routes: RouteMap, num_routes: int
 ) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
-    half = weight.shape[1] // 2
-    routes_per_token = num_routes // x.shape[0]
-
-    def gather(rows: jax.Array) -> jax.Array:
-        return x[jnp.minimum(rows // routes_per_token, x.shape[0] - 1)]
-
-    def finish(product: jax.Array) -> jax.Array:
-        return swiglu(product[..., :half], product[..., half:], x.dtype)
-
-    return _multiply_blocks(routes, weight, gather, finish, jnp.zeros((num_routes, half), x.dtype))
+    gemm = _Gemm(routes_per_row=num_routes // x.shape[0], swiglu=True)
+    return _multiply_blocks(gemm, *vary_together(x, weight, *routes))
 
 
 def down(activation: Float[Array, "R F"], weight: Float[Array, "E H F"], routes: RouteMap) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
-
-    def gather(rows: jax.Array) -> jax.Array:
-        return activation[jnp.minimum(rows, activation.shape[0] - 1)]
-
-    def finish(product: jax.Array) -> jax.Array:
-        return round_to(product, activation.dtype).astype(activation.dtype)
-
-    out = jnp.zeros((activation.shape[0], weight.shape[1]), activation.dtype)
-    return _multiply_blocks(routes, weight, gather, finish, out)
+    gemm = _Gemm(routes_per_row=1, swiglu=False)
+    return _multiply_blocks(gemm, *vary_together(activation, weight, *routes))
 
 
-def _multiply_blocks(
-    routes: RouteMap,
-    weight: jax.Array,
-    gather: Callable[[jax.Array], jax.Array],
-    finish: Callable[[jax.Array], jax.Array],
-    out: jax.Array,
-) -> jax.Array:
-    """`out` with the rows of every expert's blocks set to finish(gather(rows) @ weight[expert].T); others stay zero."""
-    num_experts, num_routes = weight.shape[0], out.shape[0]
-    blocks = jnp.arange(routes.group.shape[0])
-    left = (routes.group >= 0) & (routes.group < num_experts)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gemm:
+    """What the two GEMMs differ in: the input row of a route, route // routes_per_row, and what follows the product."""
 
-    if routes.block_rows > 1:
-        expert = jnp.where(left, routes.group, num_experts)
+    routes_per_row: int
+    swiglu: bool
+
+    def columns(self, weight: jax.Array) -> int:
+        return weight.shape[1] // 2 if self.swiglu else weight.shape[1]
+
+    def finish(self, product: jax.Array, dtype: Any) -> jax.Array:
+        """The output rows of float32 products."""
+        if self.swiglu:
+            return swiglu(*jnp.split(product, 2, axis=-1), dtype)
+        return round_to(product, dtype).astype(dtype)
+
+    def gradient(self, product: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
+        """The gradient of the products, rounded to `dtype`, from that of the output rows."""
+        gradient = gradient.astype(jnp.float32)
+        if self.swiglu:
+            gradient = jnp.concatenate(swiglu_gradient(*jnp.split(product, 2, axis=-1), gradient, dtype), axis=-1)
+        return round_to(gradient, dtype).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_blocks(gemm: _Gemm, x: jax.Array, weight: jax.Array, rows: jax.Array, group: jax.Array) -> jax.Array:
+    """finish(x[rows] @ weight[group].T) of every block at the rows of its routes; rows of no expert are zero."""
+    x, weight, rows, group = map(
+        jnp.asarray, (x, weight, rows, group)
+    )  # differentiation hands over numpy arrays as such
+    num_routes = x.shape[0] * gemm.routes_per_row
+    first, left = _split(rows, group, num_experts=weight.shape[0], num_routes=num_routes)
+
+    def gather(own: jax.Array) -> jax.Array:
+        return x[jnp.minimum(own // gemm.routes_per_row, x.shape[0] - 1)]
+
+    out = jnp.zeros((num_routes, gemm.columns(weight)), x.dtype)
+    if first is not None:
+        out = out.at[first].set(gemm.finish(_every_expert(gather(first), weight), x.dtype), mode="drop")
+
+    def step(own: jax.Array, expert: jax.Array, out: jax.Array) -> jax.Array:
+        return out.at[own].set(gemm.finish(_one_expert(gather(own), weight, expert), x.dtype), mode="drop")
+
+    return left.walk(step, out)
+
+
+def _forward(gemm: _Gemm, *args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _multiply_blocks(gemm, *args), args
+
+
+def _backward(gemm: _Gemm, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    x, weight, rows, group = map(jnp.asarray, saved)
+    num_routes = gradient.shape[0]
+    first, left = _split(rows, group, num_experts=weight.shape[0], num_routes=num_routes)
+
+    def gather(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # An empty row of a block is filled with zeros: it must add nothing, and another row may hold a NaN.
+        inputs = x.at[jnp.where(own < num_routes, own // gemm.routes_per_row, x.shape[0])]
+        return inputs.get(mode="fill", fill_value=0), gradient.at[own].get(mode="fill", fill_value=0)
+
+    d_rows = jnp.zeros((num_routes, x.shape[1]), jnp.float32)
+    d_weight = jnp.zeros(weight.shape, jnp.float32)
+    if first is not None:
+        inputs, own_gradient = gather(first)
+        d_product = gemm.gradient(_every_expert(inputs, weight), own_gradient, x.dtype)
+        d_weight = lax.dot_general(d_product, inputs, (((1,), (1,)), ((0,), (0,))), **_FULL_PRECISION)
+        own_d_rows = lax.dot_general(d_product, weight, (((2,), (1,)), ((0,), (0,))), **_FULL_PRECISION)
+        d_rows = d_rows.at[first].set(own_d_rows, mode="drop")
+
+    def step(own: jax.Array, expert: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        d_rows, d_weight = carry
+        inputs, own_gradient = gather(own)
+        d_product = gemm.gradient(_one_expert(inputs, weight, expert), own_gradient, x.dtype)
+        own_d_rows = lax.dot_general(d_product, weight[expert], (((1,), (0,)), ((), ())), **_FULL_PRECISION)
+        own_d_weight = lax.dot_general(d_product, inputs, (((0,), (0,)), ((), ())), **_FULL_PRECISION)
+        return d_rows.at[own].set(own_d_rows, mode="drop"), d_weight.at[expert].add(own_d_weight)
+
+    d_rows, d_weight = left.walk(step, (d_rows, d_weight))
+    d_x = jnp.sum(d_rows.reshape(x.shape[0], gemm.routes_per_row, x.shape[1]), axis=1)
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype), None, None
+
+
+_multiply_blocks.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Left:
+    """Blocks to be multiplied one at a time: the first `steps` of `order`."""
+
+    rows: jax.Array
+    group: jax.Array
+    order: jax.Array
+    steps: int | jax.Array
+
+    def walk[Carry](self, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+        """`carry` after step(rows, expert, carry) of every block."""
+
+        def visit(i: jax.Array, carry: Carry) -> Carry:
+            block = self.order[i]
+            return step(self.rows[block], self.group[block], carry)
+
+        return lax.fori_loop(0, self.steps, visit, carry)
+
+
+def _split(rows: jax.Array, group: jax.Array, *, num_experts: int, num_routes: int) -> tuple[jax.Array | None, _Left]:
+    """(rows of the first block of every expert [E, M], the other blocks); None where a block holds one row."""
+    blocks = jnp.arange(group.shape[0])
+    block_rows = rows.shape[1]
+    left = (group >= 0) & (group < num_experts)
+    first_rows = None
+    if block_rows > 1:
+        expert = jnp.where(left, group, num_experts)
         first = jnp.full((num_experts + 1,), blocks.size).at[expert].min(blocks)
         is_first = left & (first[expert] == blocks)
-        rows = jnp.full((num_experts, routes.block_rows), num_routes, jnp.int32)
-        rows = rows.at[jnp.where(is_first, expert, num_experts)].set(routes.rows, mode="drop")
-        product = lax.dot_general(gather(rows), weight, (((2,), (2,)), ((0,), (0,))), **_FULL_PRECISION)
-        out = out.at[rows].set(finish(product), mode="drop")
+        first_rows = jnp.full((num_experts, block_rows), num_routes, jnp.int32)
+        first_rows = first_rows.at[jnp.where(is_first, expert, num_experts)].set(rows, mode="drop")
         left = left & ~is_first
-
-    order = jnp.argsort(~left, stable=True)
-    rows_left = jnp.where(left[:, None], routes.rows, num_routes)
-
-    def step(i: jax.Array, out: jax.Array) -> jax.Array:
-        rows = rows_left[order[i]]
-        return out.at[rows].set(finish(_one_expert(gather(rows), weight, routes.group[order[i]])), mode="drop")
-
     # With one row a block only masked routes leave blocks unused, and a loop of known length never waits for the host.
-    steps = blocks.size if routes.block_rows == 1 else jnp.sum(left)
-    return lax.fori_loop(0, steps, step, out)
+    return first_rows, _Left(
+        rows=jnp.where(left[:, None], rows, num_routes),
+        group=group,
+        order=jnp.argsort(~left, stable=True),
+        steps=blocks.size if block_rows == 1 else jnp.sum(left),
+    )
+
+
+def _every_expert(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """rows [E, M, depth] @ weight [E, columns, depth].T in float32."""
+    return lax.dot_general(rows, weight, (((2,), (2,)), ((0,), (0,))), **_FULL_PRECISION)
 
 
 def _one_expert(rows: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:

@@ -16,10 +16,22 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), LOWEST, jnp.clip(x, LOWEST, HIGHEST))
 
 
+@jax.custom_jvp
+def sigmoid(x: jax.Array) -> jax.Array:
+    """1 / (1 + exp(-x)), with a derivative that is finite where exp(-x) is not."""
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+@sigmoid.defjvp
+def _sigmoid_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    s = sigmoid(*primals)
+    return s, s * (1.0 - s) * tangents[0]
+
+
 def scores(logits: jax.Array, scoring: str) -> jax.Array:
     """Unbiased float32 scores of finite logits along the last axis; -inf logits score 0 in both modes."""
     if scoring == "sigmoid":
-        return 1.0 / (1.0 + jnp.exp(-logits))
+        return sigmoid(logits)
     raised = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     return raised / jnp.sum(raised, axis=-1, keepdims=True)
 
