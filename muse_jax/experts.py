@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import expert_gemm
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.route_map import route_map
+from pallas_kernels.route_map import RouteMap, route_map
 
 
 def expert_rows(
@@ -20,6 +20,7 @@ def expert_rows(
     gate_up: Float[Array, "E F2 H"],
     down: Float[Array, "E H F"],
     *,
+    spread_over: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T K F"], Float[Array, "T K H"]]:
     """(activation, expert_rows) in the dtype of expert_input. Activations of masked routes are undefined.
@@ -29,20 +30,70 @@ def expert_rows(
       topk_ids: expert of each route.
       gate_up: gate rows 0..F-1 then up rows F..2F-1 of each expert.
       down: down projection of each expert.
+      spread_over: experts that the routes go to, where more than these E; it only sizes the blocks.
       implementation: "pallas" (interpreted on a CPU), "xla", or None for the best here.
     """
-    tokens, routes_per_token = topk_ids.shape
     num_experts, h, f = down.shape
+    tokens = topk_ids.shape[0]
     if gate_up.shape != (num_experts, 2 * f, h) or expert_input.shape != (tokens, h):
         raise ValueError(
             f"expert_input is {expert_input.shape}, topk_ids {topk_ids.shape}, gate_up {gate_up.shape}, "
             f"down {down.shape}; expected [T, H], [T, K], [E, 2F, H], [E, H, F]"
         )
+    routes, implementation = _routes(topk_ids, num_experts, spread_over, implementation)
+    activation = _activation(expert_input, topk_ids, gate_up, routes, implementation)
+    return activation, _rows(activation, down, routes, implementation)
+
+
+def expert_activation(
+    expert_input: Float[Array, "T H"],
+    topk_ids: Int32[Array, "T K"],
+    gate_up: Float[Array, "E F2 H"],
+    *,
+    spread_over: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "T K F"]:
+    """The first half of `expert_rows`."""
+    routes, implementation = _routes(topk_ids, gate_up.shape[0], spread_over, implementation)
+    return _activation(expert_input, topk_ids, gate_up, routes, implementation)
+
+
+def down_rows(
+    activation: Float[Array, "T K F"],
+    topk_ids: Int32[Array, "T K"],
+    down: Float[Array, "E H F"],
+    *,
+    spread_over: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "T K H"]:
+    """The second half of `expert_rows`, of as many tokens as are given."""
+    routes, implementation = _routes(topk_ids, down.shape[0], spread_over, implementation)
+    return _rows(activation, down, routes, implementation)
+
+
+def _routes(
+    topk_ids: Array, num_experts: int, spread_over: int | None, implementation: Implementation | None
+) -> tuple[RouteMap, Implementation]:
     implementation = resolve(implementation)
-    block_rows = expert_gemm.choose_block_rows(topk_ids.size, num_experts, implementation)
-    routes = route_map(topk_ids, num_experts=num_experts, block_rows=block_rows, implementation=implementation)
-    activation = expert_gemm.gate_up(
+    block_rows = expert_gemm.choose_block_rows(topk_ids.size, spread_over or num_experts, implementation)
+    return route_map(
+        topk_ids, num_experts=num_experts, block_rows=block_rows, implementation=implementation
+    ), implementation
+
+
+def _activation(
+    expert_input: Array, topk_ids: Array, gate_up: Array, routes: RouteMap, implementation: Implementation
+) -> Array:
+    tokens, routes_per_token = topk_ids.shape
+    flat = expert_gemm.gate_up(
         expert_input, gate_up, routes, routes_per_token=routes_per_token, implementation=implementation
     )
-    rows = expert_gemm.down(activation, down, routes, implementation=implementation)
-    return activation.reshape(tokens, routes_per_token, f), rows.reshape(tokens, routes_per_token, h)
+    return flat.reshape(tokens, routes_per_token, flat.shape[1])
+
+
+def _rows(activation: Array, down: Array, routes: RouteMap, implementation: Implementation) -> Array:
+    tokens, routes_per_token, f = activation.shape
+    flat = expert_gemm.down(
+        activation.reshape(tokens * routes_per_token, f), down, routes, implementation=implementation
+    )
+    return flat.reshape(tokens, routes_per_token, flat.shape[1])

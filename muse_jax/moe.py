@@ -3,6 +3,7 @@
 router_logits -> topk_ids, topk_weights                       MuseRouter, on the D-wide input
 latent -> expert_input -> activation -> expert_rows           pre_expert_proj, pre_expert_norm, MuseExperts
 normed_rows -> combined -> out                                finalize (norm, then weight, then sum), post_expert_proj
+One device; `muse_jax.parallel` runs the same block over a mesh.
 """
 
 from __future__ import annotations
@@ -13,18 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from muse_jax.block import before_experts, combine, normed_rows, project
 from muse_jax.config import MuseConfig
 from muse_jax.experts import expert_rows
-from muse_jax.norm import rms_norm
-from muse_jax.router import router_logits
+from muse_jax.router import choose_experts, router_logits
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.finalize import finalize
-from pallas_kernels.formats import round_to
-from pallas_kernels.router import route
 
 _INIT = nnx.initializers.normal(stddev=0.02)
 
@@ -45,15 +42,7 @@ class MuseRouter(nnx.Module):
 
     def route(self, logits: Float32[Array, "T E"]) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
         """(topk_weights, topk_ids) of logits, experts in descending biased score."""
-        return route(
-            logits,
-            self.bias[...],
-            routes_per_token=self.config.routes_per_token,
-            scoring=self.config.scoring,
-            eps=self.config.score_eps,
-            route_scale=self.config.route_scale,
-            implementation=self.implementation,
-        )
+        return choose_experts(logits, self.bias[...], self.config, implementation=self.implementation)
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
         """(topk_weights, topk_ids) of x."""
@@ -134,67 +123,37 @@ class MuseMoE(nnx.Module):
             setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
         return block
 
+    def weights(self) -> dict[str, jax.Array]:
+        """The parameters by the names of `muse_jax.checkpoint.load_layer`."""
+        return {name: getattr(owner, attribute)[...] for name, (owner, attribute) in _owners(self).items()}
+
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The block's output for x, whose dtype must be that of the parameters."""
-        rows = self._rows(x.reshape(-1, x.shape[-1]))
-        combined = self._combined(rows["expert_rows"], rows["topk_weights"], rows["topk_ids"])
-        return self._out(combined).reshape(x.shape)
+        weights = self.weights()
+        found = self._until_rows(weights, x.reshape(-1, x.shape[-1]))
+        return project(weights, self._combine(weights, found)).reshape(x.shape)
 
     def boundaries(self, x: Float[Array, "T D"]) -> dict[str, jax.Array]:
         """Every boundary of the block by name (`muse_jax.boundaries`), `x` and `out` included.
 
         `normed_rows` is float32 and computed beside the fused finalize, which keeps it in registers.
         """
-        found = self._rows(x)
-        found["normed_rows"] = rms_norm(
-            found["expert_rows"],
-            self.post_expert_norm[...],
-            eps=self.config.post_norm_eps,
-            gain_first=True,
-            out_dtype=jnp.float32,
-        )
-        found["combined"] = self._combined(found["expert_rows"], found["topk_weights"], found["topk_ids"])
-        found["out"] = self._out(found["combined"])
+        weights = self.weights()
+        found = self._until_rows(weights, x)
+        found["normed_rows"] = normed_rows(weights, found["expert_rows"], self.config)
+        found["combined"] = self._combine(weights, found)
+        found["out"] = project(weights, found["combined"])
         return found
 
-    def _rows(self, x: jax.Array) -> dict[str, jax.Array]:
+    def _until_rows(self, weights: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
         """The boundaries from x to expert_rows."""
-        dtype = self.pre_expert_proj[...].dtype
-        if x.ndim != 2 or x.shape[1] != self.config.model_width:
-            raise ValueError(f"x is {x.shape}; expected [T, {self.config.model_width}]")
-        if x.dtype != dtype:
-            raise TypeError(f"x is {x.dtype} and the parameters are {dtype}; cast x or load the block as {x.dtype}")
-        logits = self.router.logits(x)
-        topk_weights, topk_ids = self.router.route(logits)
-        with jax.named_scope("latent"):
-            latent = _linear(x, self.pre_expert_proj[...])
-        with jax.named_scope("expert_input"):
-            expert_input = rms_norm(latent, self.pre_expert_norm[...], eps=self.config.norm_eps)
-        activation, rows = self.experts(expert_input, topk_ids)
-        return {
-            "x": x,
-            "router_logits": logits,
-            "topk_ids": topk_ids,
-            "topk_weights": topk_weights,
-            "latent": latent,
-            "expert_input": expert_input,
-            "activation": activation,
-            "expert_rows": rows,
-        }
+        found = before_experts(weights, x, self.config, implementation=self.implementation)
+        found["activation"], found["expert_rows"] = self.experts(found["expert_input"], found["topk_ids"])
+        return found
 
-    def _combined(self, rows: jax.Array, topk_weights: jax.Array, topk_ids: jax.Array) -> jax.Array:
-        return finalize(
-            rows,
-            topk_weights,
-            topk_ids,
-            self.post_expert_norm[...],
-            eps=self.config.post_norm_eps,
-            implementation=self.implementation,
-        )
-
-    def _out(self, combined: jax.Array) -> jax.Array:
-        with jax.named_scope("out"):
-            return _linear(combined, self.post_expert_proj[...])
+    def _combine(self, weights: dict[str, jax.Array], found: dict[str, jax.Array]) -> jax.Array:
+        rows, topk_weights, topk_ids = (found[name] for name in ("expert_rows", "topk_weights", "topk_ids"))
+        return combine(weights, rows, topk_weights, topk_ids, self.config, implementation=self.implementation)
 
 
 def _owners(block: MuseMoE) -> dict[str, tuple[nnx.Module, str]]:
@@ -209,11 +168,3 @@ def _owners(block: MuseMoE) -> dict[str, tuple[nnx.Module, str]]:
         "post_expert_norm": (block, "post_expert_norm"),
         "post_expert_proj": (block, "post_expert_proj"),
     }
-
-
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T, accumulated in float32 and rounded once to x's dtype."""
-    product = lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return round_to(product, x.dtype).astype(x.dtype)

@@ -58,14 +58,16 @@ class _Gemm:
     def finish(self, product: jax.Array, dtype: Any) -> jax.Array:
         """The output rows of float32 products."""
         if self.swiglu:
-            return swiglu(*jnp.split(product, 2, axis=-1), dtype)
+            gate, up = jnp.split(product, 2, axis=-1)
+            return swiglu(gate, up, dtype)
         return round_to(product, dtype).astype(dtype)
 
     def gradient(self, product: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
         """The gradient of the products, rounded to `dtype`, from that of the output rows."""
         gradient = gradient.astype(jnp.float32)
         if self.swiglu:
-            gradient = jnp.concatenate(swiglu_gradient(*jnp.split(product, 2, axis=-1), gradient, dtype), axis=-1)
+            gate, up = jnp.split(product, 2, axis=-1)
+            gradient = jnp.concatenate(swiglu_gradient(gate, up, gradient, dtype), axis=-1)
         return round_to(gradient, dtype).astype(dtype)
 
 
