@@ -13,7 +13,7 @@ from flax import nnx
 from muse_jax.bench.peers import make_peer
 from muse_jax.bench.work import Routing, Sizes, device_rates, floor_us, route_sets, row_error, train_us
 from muse_jax.checkpoint import small_config
-from muse_jax.cli.table import print_table
+from muse_jax.cli.table import print_table, progress
 from muse_jax.experts import expert_rows
 from muse_jax.moe import MuseMoE
 from pallas_kernels.dispatch import Implementation, resolve
@@ -132,7 +132,7 @@ def _ours(args: argparse.Namespace, sizes: Sizes, implementation: Implementation
     rows = jax.jit(lambda x, ids, gate_up, down: expert_rows(x, ids, gate_up, down, implementation=implementation)[1])
     block = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
     found = []
-    for tokens in args.tokens:
+    for tokens in progress(args.tokens, len(args.tokens), implementation):
         ids = route_sets(sizes, tokens, args.routing, _SETS)
         key = jax.random.key(tokens)
         latents = jax.random.normal(key, (_SETS, tokens, sizes.h), args.dtype)
@@ -157,7 +157,7 @@ def _peers(args: argparse.Namespace, sizes: Sizes, notes: list[str]) -> list[dic
     down = jax.random.normal(key, (sizes.experts, sizes.h, sizes.f), args.dtype) * sizes.f**-0.5
     found = []
     for name in args.peers:
-        for tokens in args.tokens:
+        for tokens in progress(args.tokens, len(args.tokens), name):
             sets = list(route_sets(sizes, tokens, args.routing, _SETS))
             try:
                 measure = make_peer(name, gate_up, down)

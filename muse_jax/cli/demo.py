@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from muse_jax.checkpoint import load_layer, small_config, write_random_checkpoint
-from muse_jax.cli.table import print_table
+from muse_jax.cli.table import print_table, progress
 from muse_jax.compare import LayerReport, Limits, compare_layers
 from muse_jax.dump import compute_boundaries
 from pallas_kernels.dispatch import interpreted
@@ -29,6 +29,7 @@ FORMATS = (
     ("bfloat16, run in float32", {"dtype": "bfloat16", "layout": "consolidated", "shards": 1}, "float32"),
     ("float32", {"dtype": "float32", "layout": "consolidated", "shards": 1}, "float32"),
 )
+IMPLEMENTATIONS = ("xla", "pallas")
 TOKENS = 21
 EPILOG = """\
 Each row is one run of the block; the columns are the largest error of a row, ||ours - truth|| / ||truth||, at that
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
             f"K={config.routes_per_token}, {TOKENS} tokens, random weights\n"
         )
     found = []
-    for entry in _runs(config):
+    for entry in progress(_runs(config), len(FORMATS) * len(IMPLEMENTATIONS), "running"):
         found.append(entry)
-        if not args.json and not sys.stdout.isatty():
+        if not args.json and not sys.stderr.isatty():
             print(f"  {entry['format']}, {entry['implementation']}: {_verdict(entry['report'])}")
     if args.json:
         shown = [{**entry, "report": None, "errors": _errors(entry["report"])} for entry in found]
@@ -101,7 +102,7 @@ def _runs(config: Any) -> Iterator[dict[str, Any]]:
             path = write_random_checkpoint(Path(folder) / f"checkpoint{number}", config=config, seed=number, **stored)
             weights = load_layer(path, layer)
             truth = compute_boundaries(weights, config, x, dtype=dtype, implementation="reference")
-            for implementation in ("xla", "pallas"):
+            for implementation in IMPLEMENTATIONS:
                 start = time.perf_counter()
                 ours = compute_boundaries(weights, config, x, dtype=dtype, implementation=implementation)
                 yield {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--implementation", choices=("pallas", "xla", "reference"), help="default: the best that runs here"
     )
     parser.add_argument("--profile", choices=tuple(PROFILES), help="roundings of the reference, default: the dtype's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
 
@@ -74,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         "device": "numpy" if implementation == "reference" else jax.devices()[0].device_kind,
     }
     write_dump(out, {layer: found}, metadata)
+    if args.json:
+        shapes = {name: {"shape": value.shape, "dtype": value.dtype.name} for name, value in found.items()}
+        print(json.dumps(metadata | {"out": str(out), "layer": layer, "boundaries": shapes}, indent=2))
+        return 0
     print(f"{out}: layer {layer}, {x.shape[0]} tokens, {args.dtype}, {implementation}, profile {profile}")
     print_table(("boundary", "shape", "dtype"), [(n, str(list(v.shape)), v.dtype.name) for n, v in found.items()])
     return 0

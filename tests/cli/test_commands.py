@@ -107,6 +107,15 @@ def test_demo(capsys):
     assert {one["implementation"] for one in runs} == {"xla", "pallas"}
 
 
+def test_dump_json(capsys, tmp_path):
+    argv = ("dump", CKPT, "--layer", 0, "--input", DATA / HF_F32, "--out", tmp_path / "d.safetensors", "--json")
+    code, said, _ = run(capsys, *argv)
+    found = json.loads(said)
+    assert code == 0
+    assert (found["layer"], found["profile"], found["implementation"]) == (0, "exact", "xla")
+    assert found["boundaries"]["activation"] == {"shape": [33, 4, 96], "dtype": "float32"}
+
+
 def test_no_tokens(capsys, tmp_path):
     write_dump(tmp_path / "x.safetensors", {None: {"x": np.zeros((0, 128), np.float32)}}, {})
     out = tmp_path / "out.safetensors"
