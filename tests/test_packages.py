@@ -38,7 +38,8 @@ def test_imports_go_one_way(file: Path) -> None:
         assert not {name for name in under(modules, "muse_jax") if not name.startswith("muse_jax.reference")}
     if "pallas_kernels" not in file.parts:
         assert not under(modules, "jax.experimental.pallas"), "kernels live in pallas_kernels"
-    assert not under(modules, "torch")
+    if file.name != "peers.py":  # torch is a peer to be timed beside, and nothing else
+        assert not under(modules, "torch")
 
 
 def test_pallas_call_has_one_caller() -> None:
