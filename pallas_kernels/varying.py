@@ -1,12 +1,14 @@
 """Which mesh axes a value varies over inside `jax.shard_map`: types must agree where JAX cannot cast by itself.
 
-Outside a mesh nothing varies, and both functions leave their arrays as they are.
+Outside a mesh nothing varies, and arrays are left as they are.
 """
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 def varying_axes(*arrays: jax.Array) -> frozenset[str]:
@@ -27,3 +29,8 @@ def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def vary_over(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, varying over `axes` too."""
     return lax.pcast(array, tuple(axes - varying_axes(array)), to="varying")
+
+
+def zeros_like_all(shape: tuple[int, ...], dtype: DTypeLike, *arrays: jax.Array) -> jax.Array:
+    """Zeros that vary over every axis that one of the arrays varies over: where a loop starts from."""
+    return vary_over(jnp.zeros(shape, dtype), varying_axes(*arrays))

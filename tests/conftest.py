@@ -1,8 +1,12 @@
-"""Every test runs on the CPU (kernels interpreted) unless JAX_PLATFORMS says otherwise; JAX's strict modes are on."""
+"""Every test runs on the CPU (kernels interpreted) unless JAX_PLATFORMS says otherwise; JAX's strict modes are on.
+
+The CPU shows itself as eight devices, so that meshes can be tested; what names none runs on the first.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import round_to, swiglu, swiglu_gradient
 from pallas_kernels.route_map import RouteMap
-from pallas_kernels.varying import vary_together
+from pallas_kernels.varying import vary_together, zeros_like_all
 
 _FULL_PRECISION = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _CACHED_BYTES = 2**18  # of one expert's weights that a CPU copies at a time
@@ -83,7 +83,7 @@ def _multiply_blocks(gemm: _Gemm, x: jax.Array, weight: jax.Array, rows: jax.Arr
     def gather(own: jax.Array) -> jax.Array:
         return x[jnp.minimum(own // gemm.routes_per_row, x.shape[0] - 1)]
 
-    out = jnp.zeros((num_routes, gemm.columns(weight)), x.dtype)
+    out = zeros_like_all((num_routes, gemm.columns(weight)), x.dtype, x, weight)
     if first is not None:
         out = out.at[first].set(gemm.finish(_every_expert(gather(first), weight), x.dtype), mode="drop")
 
@@ -107,8 +107,8 @@ def _backward(gemm: _Gemm, saved: tuple[jax.Array, ...], gradient: jax.Array) ->
         inputs = x.at[jnp.where(own < num_routes, own // gemm.routes_per_row, x.shape[0])]
         return inputs.get(mode="fill", fill_value=0), gradient.at[own].get(mode="fill", fill_value=0)
 
-    d_rows = jnp.zeros((num_routes, x.shape[1]), jnp.float32)
-    d_weight = jnp.zeros(weight.shape, jnp.float32)
+    d_rows = zeros_like_all((num_routes, x.shape[1]), jnp.float32, x, weight, gradient)
+    d_weight = zeros_like_all(weight.shape, jnp.float32, x, weight, gradient)
     if first is not None:
         inputs, own_gradient = gather(first)
         d_product = gemm.gradient(_every_expert(inputs, weight), own_gradient, x.dtype)
@@ -192,5 +192,5 @@ def _one_expert(rows: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Ar
         part = lax.dot_general(rows, own, (((1,), (1,)), ((), ())), **_FULL_PRECISION)
         return lax.dynamic_update_slice(product, part, (0, i * piece))
 
-    zeros = jnp.zeros((rows.shape[0], columns), jnp.float32)
+    zeros = zeros_like_all((rows.shape[0], columns), jnp.float32, rows, weight, expert)
     return step(jnp.int32(0), zeros) if piece == columns else lax.fori_loop(0, -(-columns // piece), step, zeros)

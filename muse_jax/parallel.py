@@ -1,0 +1,306 @@
+"""The block over a mesh: one `jax.shard_map`, each device its slice of the experts and of the tokens.
+
+    dp   a rank has T / dp tokens and does everything for them
+    tp   a rank has F / tp of every expert: its rows are partial sums, and the norm is not linear, so
+             rows = sum over tp of rows_r            [C, K, H], eight times the usual traffic, before the norm
+    ep   a rank has E / ep whole experts: its rows are complete, routes to other ranks are left out, and
+             combined = sum over ep of combined_r    [C, H]
+Router, projections and norms are whole on every rank, so routing is the same on all and nothing else is sent. With ep
+and tp both sums happen, in this order. Every rank enters every collective, whatever its routes. Source: spec e.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from muse_jax.block import before_experts, combine, normed_rows, project
+from muse_jax.boundaries import BOUNDARIES
+from muse_jax.config import MuseConfig
+from muse_jax.experts import down_rows, expert_activation, expert_rows
+from muse_jax.schedule import Chunk, Schedule
+from muse_jax.sharding import HELD, Axis, BlockMesh, experts_of_ranks, held_shapes, place_weights
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.formats import round_to
+
+Found = dict[str, jax.Array]
+
+
+class ShardedMoE(nnx.Module):
+    """The block on a mesh: [..., D] in, [..., D] out, a drop-in for `MuseMoE` under `jax.jit`, `jax.grad` and nnx.
+
+    x is split over dp along its first axis that dp divides; where there is none (7 tokens over dp=2) x is padded and
+    the output is whole on every device. Parameters have the names of `load_layer` and the shapes of `held_shapes`.
+    """
+
+    def __init__(
+        self,
+        config: MuseConfig,
+        held: Mapping[str, jax.Array],
+        mesh: BlockMesh,
+        *,
+        schedule: Schedule | None = None,
+        implementation: Implementation | None = None,
+    ):
+        """Args:
+        held: the layer's arrays as the mesh holds them, from `place_weights` or `load_sharded_layer`.
+        mesh: a mesh with its rules.
+        schedule: reduce dtype and chunks; None for the defaults.
+        implementation: "pallas" (interpreted on a CPU, no gradient), "xla", or None for the best here.
+        """
+        mesh.check(config)
+        resolve(implementation)
+        for name, shape in held_shapes(config, mesh).items():
+            if held[name].shape != shape:
+                raise ValueError(f"held[{name!r}] is {held[name].shape}; expected {shape}")
+        self.config = config
+        self.mesh = mesh
+        self.schedule = schedule or Schedule()
+        self.implementation: Implementation | None = implementation
+        for name in HELD:
+            setattr(self, name, nnx.Param(held[name]))
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: MuseConfig,
+        weights: Mapping[str, Any],
+        mesh: Mesh | BlockMesh,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        schedule: Schedule | None = None,
+        implementation: Implementation | None = None,
+    ) -> ShardedMoE:
+        """A block of whole arrays (`load_layer`, or `MuseMoE.weights()`), cast to `dtype` but for the router.
+
+        Raises ValueError where a name is missing, a shape is not the configuration's, or the mesh does not fit.
+        """
+        mesh = mesh if isinstance(mesh, BlockMesh) else BlockMesh(mesh=mesh)
+        held = place_weights(weights, config, mesh, dtype)
+        return cls(config, held, mesh, schedule=schedule, implementation=implementation)
+
+    def weights(self) -> Found:
+        """The parameters as the mesh holds them."""
+        return {name: getattr(self, name)[...] for name in HELD}
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """The block's output for x, whose dtype must be that of the parameters."""
+        return _run(self.weights(), x, self._settings(), ("out",))["out"]
+
+    def boundaries(self, x: Float[Array, "T D"]) -> Found:
+        """Every boundary of the block by name, whole again over ep and tp.
+
+        `expert_rows` is the sum that the norm reads, so it has the reduce dtype where tp is above 1; activations and
+        rows are computed beside those that `combined` and `out` come from.
+        """
+        return _run(self.weights(), x, self._settings(), BOUNDARIES)
+
+    def _settings(self) -> _Settings:
+        return _Settings(config=self.config, mesh=self.mesh, schedule=self.schedule, implementation=self.implementation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What is known when the block is traced."""
+
+    config: MuseConfig
+    mesh: BlockMesh
+    schedule: Schedule
+    implementation: Implementation | None
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "names"))
+def _run(weights: Found, x: jax.Array, settings: _Settings, names: tuple[str, ...]) -> Found:
+    """The boundaries `names` of x [..., D]."""
+    mesh = settings.mesh
+    batch = x.shape[:-1]
+    split = next((axis for axis, size in enumerate(batch) if size % mesh.size("dp") == 0), None)
+    x_axes: list[Axis | None] = ["dp" if axis == split else None for axis in range(x.ndim)]
+    x_spec = mesh.spec(*x_axes)
+    if mesh.has_explicit_axes:
+        x = jax.reshard(x, NamedSharding(mesh.mesh, _explicit_part(x_spec, mesh.mesh)))
+    tokens: Axis | None = None if split is None else "dp"
+    out_specs = {name: mesh.spec(tokens, None, "tp") if name == "activation" else mesh.spec(tokens) for name in names}
+    if names == ("out",):
+        out_specs = {"out": x_spec}
+    body = functools.partial(_own_part, settings=settings, names=names, is_split=split is not None)
+    in_specs = ({name: mesh.spec(*HELD[name]) for name in weights}, x_spec)
+    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)(weights, x)
+
+
+def _own_part(weights: Found, x: jax.Array, *, settings: _Settings, names: tuple[str, ...], is_split: bool) -> Found:
+    """What one device computes: x is its own tokens, or all of them where dp does not divide any axis."""
+    mesh = settings.mesh
+    batch = x.shape[:-1]
+    tokens = x.reshape(-1, x.shape[-1])
+    given = tokens.shape[0]
+    is_token = None
+    if not is_split:
+        tokens, is_token = _own_of_padded(tokens, mesh)
+    # Rows F of gate and F of up lie one after the other on a device, as the experts want them.
+    gate_up = weights["gate_up"]
+    weights = weights | {"gate_up": gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[3])}
+
+    found = before_experts(weights, tokens, settings.config, implementation=settings.implementation)
+    local_ids = _local_ids(found["topk_ids"], is_token, settings)
+    found["combined"] = _combined(weights, found, local_ids, settings)
+    found["out"] = project(weights, found["combined"])
+    if "expert_rows" in names:
+        found |= _whole_rows(weights, found, local_ids, settings)
+
+    if not is_split:
+        found = {name: _gather(found[name], mesh.dp)[:given] for name in names}
+    if names == ("out",):
+        return {"out": found["out"].reshape(*batch, x.shape[-1])}
+    return {name: found[name] for name in names}
+
+
+def _own_of_padded(tokens: jax.Array, mesh: BlockMesh) -> tuple[jax.Array, jax.Array]:
+    """(this dp rank's share of the tokens padded to a multiple of dp, which of them are tokens)."""
+    ranks = mesh.size("dp")
+    own = -(-tokens.shape[0] // ranks)
+    first = lax.axis_index(mesh.dp) * own
+    padded = jnp.pad(tokens, ((0, own * ranks - tokens.shape[0]), (0, 0)))
+    return lax.dynamic_slice_in_dim(padded, first, own), first + jnp.arange(own) < tokens.shape[0]
+
+
+def _local_ids(topk_ids: jax.Array, is_token: jax.Array | None, settings: _Settings) -> jax.Array:
+    """The slot of each route's expert on this device, -1 for an expert of another rank and for a row of padding."""
+    mesh = settings.mesh
+    ids = topk_ids
+    if mesh.ep:
+        ranks = experts_of_ranks(settings.config.num_experts, mesh.size("ep"))
+        rank = lax.axis_index(mesh.ep)
+        first = jnp.array([experts.start for experts in ranks], jnp.int32)[rank]
+        end = jnp.array([experts.stop for experts in ranks], jnp.int32)[rank]
+        ids = jnp.where((ids >= first) & (ids < end), ids - first, -1)
+    if is_token is not None:
+        ids = jnp.where(is_token[:, None], ids, -1)
+    return ids
+
+
+def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Settings) -> jax.Array:
+    """The boundary combined, the same on every rank of ep and tp.
+
+    Chunks overlap: while the rows of one are summed over tp, those of the next are computed; nothing that a step of
+    the loop sends depends on what it multiplies. Two chunks of rows are alive at a time.
+    """
+    config = settings.config
+    inputs, topk_weights = found["expert_input"], found["topk_weights"]
+    chunks = settings.schedule.chunks(
+        local_ids.shape[0], config.routes_per_token * config.latent_width, settings.mesh.size("tp")
+    )
+    options = {"spread_over": config.num_experts, "implementation": settings.implementation}
+    if len(chunks) == 1:
+        _, rows = expert_rows(inputs, local_ids, weights["gate_up"], weights["down"], **options)
+        return _finalize(weights, rows, topk_weights, local_ids, chunks[0], settings)
+
+    # The first GEMM takes all tokens at once and so reads its weights once; its output is 1 / tp as wide as F.
+    activation = expert_activation(inputs, local_ids, weights["gate_up"], **options)
+
+    def multiply(activation: jax.Array, ids: jax.Array) -> jax.Array:
+        return down_rows(activation, ids, weights["down"], **options)
+
+    whole = [chunk for chunk in chunks if chunk == chunks[0]]
+    size, count = chunks[0].tokens, len(whole)
+    stacked = [
+        value[: count * size].reshape(count, size, *value.shape[1:]) for value in (activation, local_ids, topk_weights)
+    ]
+
+    def step(rows: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        ids, own_weights, next_activation, next_ids = chunk
+        done = _finalize(weights, rows, own_weights, ids, chunks[0], settings)
+        return multiply(next_activation, next_ids), done
+
+    acts, ids, own_weights = stacked
+    rows, done = lax.scan(step, multiply(acts[0], ids[0]), (ids[:-1], own_weights[:-1], acts[1:], ids[1:]))
+    parts = [done.reshape(-1, done.shape[2])]
+    rest = slice(count * size, None)
+    rest_rows = multiply(activation[rest], local_ids[rest]) if count < len(chunks) else None
+    parts.append(_finalize(weights, rows, own_weights[-1], ids[-1], chunks[0], settings))
+    if rest_rows is not None:
+        parts.append(_finalize(weights, rest_rows, topk_weights[rest], local_ids[rest], chunks[-1], settings))
+    return jnp.concatenate(parts)
+
+
+def _finalize(
+    weights: Found, rows: jax.Array, topk_weights: jax.Array, ids: jax.Array, chunk: Chunk, settings: _Settings
+) -> jax.Array:
+    """combined of one chunk from the partial rows of this rank: sum over tp, norm and weights, sum over ep."""
+    mesh, reduce_dtype = settings.mesh, settings.schedule.reduce_dtype
+    dtype = rows.dtype
+    if chunk.scatter:
+        padding = -chunk.tokens % mesh.size("tp")
+        rows = jnp.pad(rows, ((0, padding), (0, 0), (0, 0)))
+        rows = lax.psum_scatter(_cast(rows, reduce_dtype), mesh.tp, scatter_dimension=0, tiled=True)
+        first = lax.axis_index(mesh.tp) * rows.shape[0]
+        topk_weights = lax.dynamic_slice_in_dim(jnp.pad(topk_weights, ((0, padding), (0, 0))), first, rows.shape[0])
+        ids = jnp.pad(ids, ((0, padding), (0, 0)), constant_values=-1)
+        ids = lax.dynamic_slice_in_dim(ids, first, rows.shape[0])
+    elif mesh.tp:
+        rows = lax.psum(_cast(rows, reduce_dtype), mesh.tp)
+    combined = combine(
+        weights,
+        rows,
+        topk_weights,
+        ids,
+        settings.config,
+        out_dtype=dtype,
+        implementation=settings.implementation,
+    )
+    if mesh.ep:
+        combined = _cast(lax.psum(_cast(combined, reduce_dtype), mesh.ep), dtype)
+    return _gather(combined, mesh.tp)[: chunk.tokens] if chunk.scatter else combined
+
+
+def _whole_rows(weights: Found, found: Found, local_ids: jax.Array, settings: _Settings) -> Found:
+    """activation (this tp rank's columns), expert_rows and normed_rows, whole over ep."""
+    mesh = settings.mesh
+    activation, rows = expert_rows(
+        found["expert_input"],
+        local_ids,
+        weights["gate_up"],
+        weights["down"],
+        spread_over=settings.config.num_experts,
+        implementation=settings.implementation,
+    )
+    is_mine = (local_ids >= 0)[:, :, None]
+    activation, rows = (jnp.where(is_mine, value, jnp.zeros_like(value)) for value in (activation, rows))
+    if mesh.ep:
+        # One rank has the route and the others add zeros, so these sums are exact in any dtype.
+        activation, rows = lax.psum(activation, mesh.ep), lax.psum(rows, mesh.ep)
+    if mesh.tp:
+        rows = lax.psum(_cast(rows, settings.schedule.reduce_dtype), mesh.tp)
+    return {
+        "activation": activation,
+        "expert_rows": rows,
+        "normed_rows": normed_rows(weights, rows, settings.config),
+    }
+
+
+def _cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """value rounded once to `dtype`."""
+    dtype = jnp.dtype(dtype)
+    return round_to(value.astype(jnp.float32), dtype).astype(dtype)
+
+
+def _gather(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The ranks' rows one after the other, the same on all of them."""
+    return lax.all_gather(value, axes, axis=0, tiled=True, to="invarying")
+
+
+def _explicit_part(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The spec without Auto axes, which no type can carry."""
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    names_of = ((names,) if isinstance(names, str) else names or () for names in spec)
+    return PartitionSpec(*(names if names and explicit.issuperset(names) else None for names in names_of))
