@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from muse_jax.config import MuseConfig
 from muse_jax.moe import MuseMoE
+from muse_jax.parallel import ShardedMoE
 from muse_jax.reference import PROFILES, BlockSettings, run_block
+from muse_jax.schedule import Schedule
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 Implementation = Literal["pallas", "xla", "reference"]
@@ -61,6 +64,8 @@ def compute_boundaries(
     dtype: str,
     implementation: Implementation | None = None,
     profile: str | None = None,
+    mesh: Mesh | None = None,
+    schedule: Schedule | None = None,
 ) -> dict[str, np.ndarray]:
     """Every boundary of a block for x [T, D], as numpy arrays in the dtypes a dump file holds.
 
@@ -71,6 +76,8 @@ def compute_boundaries(
       dtype: "float32" or "bfloat16".
       implementation: "pallas" (interpreted on a CPU), "xla", "reference", or None for the best here.
       profile: the reference's roundings; None takes the dtype's own.
+      mesh: run over its axes dp, ep, tp; None runs on one device. The reference rounds as vLLM's ranks of ep and tp do.
+      schedule: how sums over the mesh are computed; None for the defaults.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}")
@@ -80,8 +87,17 @@ def compute_boundaries(
     x = x.astype(DTYPES[dtype])
     if implementation == "reference":
         cast = {name: w if name.startswith("router_") else w.astype(DTYPES[dtype]) for name, w in weights.items()}
-        found = run_block(cast, x, block_settings(config), profile)
+        # Unrounded sums are the same in any order, so "exact" has no ranks.
+        sizes = {} if mesh is None or profile == "exact" else mesh.shape
+        ranks = {axis: sizes[axis] for axis in ("ep", "tp") if axis in sizes}
+        reduce_dtype = (schedule or Schedule()).reduce_dtype
+        found = run_block(cast, x, block_settings(config), profile, **ranks, reduce_dtype=reduce_dtype)
         return {name: v.astype(np.float32) if v.dtype == np.float64 else v for name, v in found.items()}
-    moe = MuseMoE.from_weights(config, weights, dtype=DTYPES[dtype], implementation=implementation)
+    if mesh is None:
+        moe = MuseMoE.from_weights(config, weights, dtype=DTYPES[dtype], implementation=implementation)
+    else:
+        moe = ShardedMoE.from_weights(
+            config, weights, mesh, dtype=DTYPES[dtype], schedule=schedule, implementation=implementation
+        )
     found = nnx.jit(lambda module, x: module.boundaries(x))(moe, jnp.asarray(x))
     return {name: np.asarray(value) for name, value in found.items()}

@@ -9,13 +9,16 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from muse_jax.bench.peers import make_peer
 from muse_jax.bench.work import Routing, Sizes, device_rates, floor_us, route_sets, row_error, train_us
 from muse_jax.checkpoint import small_config
+from muse_jax.cli.mesh import add_mesh_options, open_mesh, schedule_of
 from muse_jax.cli.table import print_table, progress
 from muse_jax.experts import expert_rows
 from muse_jax.moe import MuseMoE
+from muse_jax.parallel import ShardedMoE
 from pallas_kernels.dispatch import Implementation, resolve
 
 _FULL = Sizes(experts=256, routes_per_token=8, h=4096, f=4096, d=8192)
@@ -25,7 +28,7 @@ EPILOG = """\
 Rows are route map, both expert GEMMs and SwiGLU: one unweighted row per route. Block is the whole layer, router and
 projections included. Calls are queued back to back over four route sets; a time is the median of five such trains.
 Peers do the same rows: torch (torch._grouped_mm), tokamax, ragged_dot. The error is that of one token's rows against
-float64.
+float64. With --mesh only the whole block is timed, and the floor stays that of one device.
 
 example:
   muse-jax bench --sizes 16 4 128 96 256 --tokens 1 33
@@ -54,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--implementations", nargs="+", choices=("pallas", "xla"), help="default: the best that runs here"
     )
     parser.add_argument("--routing", choices=get_args(Routing), default="uniform", help="how routes fall on experts")
+    add_mesh_options(parser)
     parser.add_argument("--peers", nargs="+", choices=("torch", "tokamax", "ragged_dot"), default=[])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
@@ -62,11 +66,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; always 0."""
     sizes = _sizes(args)
+    mesh = open_mesh(args.mesh) if args.mesh else None
     rates = device_rates()
     found: list[dict[str, Any]] = []
     notes: list[str] = []
     for name in args.implementations or [None]:
-        found += _ours(args, sizes, resolve(name))
+        found += _ours(args, sizes, resolve(name), mesh)
     floors = {
         tokens: floor_us(sizes, route_sets(sizes, tokens, args.routing, _SETS), rates, jnp.dtype(args.dtype).itemsize)
         for tokens in args.tokens
@@ -75,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         found += _peers(args, sizes, notes)
     for entry in found:
         entry["floor_us"] = floors[entry["tokens"]]
-        entry["ratio"] = entry["rows_us"] / entry["floor_us"]
+        if "rows_us" in entry:
+            entry["ratio"] = entry["rows_us"] / entry["floor_us"]
     device = jax.devices()[0].device_kind
     about = {"device": device, "jax": jax.__version__, "dtype": args.dtype, "routing": args.routing}
     about |= {"sizes": vars(sizes), "floor": rates.source, "notes": notes}
@@ -88,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
         (
             str(entry["tokens"]),
             entry["path"],
-            f"{entry['rows_us']:,.0f}",
+            f"{entry['rows_us']:,.0f}" if "rows_us" in entry else "-",
             f"{entry['floor_us']:,.0f}",
-            f"{entry['ratio']:.2f}",
+            f"{entry['ratio']:.2f}" if "ratio" in entry else "-",
             f"{entry['block_us']:,.0f}" if "block_us" in entry else "-",
             f"{entry['error']:.1e}" if "error" in entry else "-",
         )
@@ -117,7 +123,9 @@ def _sizes(args: argparse.Namespace) -> Sizes:
     return sizes
 
 
-def _ours(args: argparse.Namespace, sizes: Sizes, implementation: Implementation) -> list[dict[str, Any]]:
+def _ours(
+    args: argparse.Namespace, sizes: Sizes, implementation: Implementation, mesh: Mesh | None
+) -> list[dict[str, Any]]:
     config = small_config(
         model_width=sizes.d,
         latent_width=sizes.h,
@@ -127,8 +135,13 @@ def _ours(args: argparse.Namespace, sizes: Sizes, implementation: Implementation
         output_multiplier=2**-2.5,
     )
     make = nnx.jit(lambda: MuseMoE(config, rngs=nnx.Rngs(0), dtype=args.dtype, implementation=implementation))
-    graph, state = nnx.split(make())
-    weights = state["experts"]["gate_up"][...], state["experts"]["down"][...]
+    moe: MuseMoE | ShardedMoE = make()
+    weights = moe.experts.gate_up[...], moe.experts.down[...]
+    if mesh is not None:
+        moe = ShardedMoE.from_weights(
+            config, moe.weights(), mesh, dtype=args.dtype, schedule=schedule_of(args), implementation=implementation
+        )
+    graph, state = nnx.split(moe)
     rows = jax.jit(lambda x, ids, gate_up, down: expert_rows(x, ids, gate_up, down, implementation=implementation)[1])
     block = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
     found = []
@@ -139,15 +152,12 @@ def _ours(args: argparse.Namespace, sizes: Sizes, implementation: Implementation
         inputs = jax.random.normal(key, (_SETS, tokens, sizes.d), args.dtype)
         calls = [(latents[i], jnp.asarray(ids[i]), *weights) for i in range(_SETS)]
         repeats = 40 if tokens <= 64 else 8
-        found.append(
-            {
-                "tokens": tokens,
-                "path": implementation,
-                "error": row_error(latents[0], rows(*calls[0]), ids[0], *weights),
-                "rows_us": train_us(rows, calls, repeats),
-                "block_us": train_us(block, [(state, inputs[i]) for i in range(_SETS)], repeats),
-            }
-        )
+        entry: dict[str, Any] = {"tokens": tokens, "path": implementation if mesh is None else args.mesh}
+        entry["block_us"] = train_us(block, [(state, inputs[i]) for i in range(_SETS)], repeats)
+        if mesh is None:
+            entry["error"] = row_error(latents[0], rows(*calls[0]), ids[0], *weights)
+            entry["rows_us"] = train_us(rows, calls, repeats)
+        found.append(entry)
     return found
 
 

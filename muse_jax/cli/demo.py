@@ -5,7 +5,10 @@ truth.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import math
 import sys
 import tempfile
 import time
@@ -17,10 +20,11 @@ import jax
 import numpy as np
 
 from muse_jax.checkpoint import load_layer, small_config, write_random_checkpoint
+from muse_jax.cli.mesh import axis_sizes, open_mesh
 from muse_jax.cli.table import print_table, progress
 from muse_jax.compare import LayerReport, Limits, compare_layers
 from muse_jax.dump import compute_boundaries
-from pallas_kernels.dispatch import interpreted
+from pallas_kernels.dispatch import Implementation, interpreted
 
 # How each checkpoint is stored, and the precision its block runs in.
 FORMATS = (
@@ -29,7 +33,10 @@ FORMATS = (
     ("bfloat16, run in float32", {"dtype": "bfloat16", "layout": "consolidated", "shards": 1}, "float32"),
     ("float32", {"dtype": "float32", "layout": "consolidated", "shards": 1}, "float32"),
 )
-IMPLEMENTATIONS = ("xla", "pallas")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas")
+# (number of the format, mesh): where the block also runs over several devices.
+MESH_RUNS = ((0, "ep=2"), (0, "tp=4"), (0, "dp=2,ep=2,tp=2"), (3, "ep=4"), (3, "ep=2,tp=4"))
+_MOST_DEVICES = 8
 TOKENS = 21
 EPILOG = """\
 Each row is one run of the block; the columns are the largest error of a row, ||ours - truth|| / ||truth||, at that
@@ -57,6 +64,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every format by every implementation; 1 if a boundary parts from the truth."""
     config = small_config()
+    with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what there is
+        jax.config.update("jax_num_cpu_devices", _MOST_DEVICES)
     if not args.json:
         mode = "interpreted here" if interpreted() else "compiled"
         print(f"muse-jax demo on {jax.devices()[0].device_kind}, jax {jax.__version__}; Pallas kernels are {mode}")
@@ -65,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
             f"K={config.routes_per_token}, {TOKENS} tokens, random weights\n"
         )
     found = []
-    for entry in progress(_runs(config), len(FORMATS) * len(IMPLEMENTATIONS), "running"):
+    for entry in progress(_runs(config), len(FORMATS) * len(IMPLEMENTATIONS) + len(MESH_RUNS), "running"):
         found.append(entry)
         if not args.json and not sys.stderr.isatty():
-            print(f"  {entry['format']}, {entry['implementation']}: {_verdict(entry['report'])}")
+            print(f"  {entry['format']}, {entry['implementation']}, {entry['mesh']}: {_verdict(entry['report'])}")
     if args.json:
         shown = [{**entry, "report": None, "errors": _errors(entry["report"])} for entry in found]
         for one, entry in zip(shown, found, strict=True):
@@ -81,15 +90,18 @@ def run(args: argparse.Namespace) -> int:
             (
                 entry["format"],
                 entry["implementation"],
+                entry["mesh"],
                 *(_short(_errors(entry["report"])[name]) for name in names),
                 _verdict(entry["report"]),
             )
             for entry in found
         ]
         print()
-        print_table(("checkpoint", "implementation", *names, "verdict"), rows)
+        print_table(("checkpoint", "implementation", "mesh", *names, "verdict"), rows)
         ties = sum(len(entry["report"].routing.ties) for entry in found)
         print(f"\n{len(found)} runs, every boundary checked against the numpy truth; {ties} near-ties in routing")
+        if len(jax.devices()) < _MOST_DEVICES:
+            print(f"meshes of up to {_MOST_DEVICES} devices are left out: there are {len(jax.devices())}")
     return int(any(entry["report"].parted for entry in found))
 
 
@@ -101,14 +113,21 @@ def _runs(config: Any) -> Iterator[dict[str, Any]]:
         for number, (label, stored, dtype) in enumerate(FORMATS):
             path = write_random_checkpoint(Path(folder) / f"checkpoint{number}", config=config, seed=number, **stored)
             weights = load_layer(path, layer)
-            truth = compute_boundaries(weights, config, x, dtype=dtype, implementation="reference")
-            for implementation in IMPLEMENTATIONS:
+            meshes = [axes for number_of_format, axes in MESH_RUNS if number_of_format == number]
+            for implementation, axes in itertools.chain(
+                itertools.product(IMPLEMENTATIONS, [None]), itertools.product(IMPLEMENTATIONS[:1], meshes)
+            ):
+                if axes is not None and math.prod(axis_sizes(axes).values()) > len(jax.devices()):
+                    continue
+                mesh = None if axes is None else open_mesh(axes)
+                truth = compute_boundaries(weights, config, x, dtype=dtype, implementation="reference", mesh=mesh)
                 start = time.perf_counter()
-                ours = compute_boundaries(weights, config, x, dtype=dtype, implementation=implementation)
+                ours = compute_boundaries(weights, config, x, dtype=dtype, implementation=implementation, mesh=mesh)
                 yield {
                     "format": label,
                     "dtype": dtype,
                     "implementation": implementation,
+                    "mesh": axes or "one device",
                     "seconds": round(time.perf_counter() - start, 2),
                     "report": compare_layers(layer, ours, truth, Limits(), bias=weights["router_bias"]),
                 }

@@ -12,6 +12,7 @@ import numpy as np
 
 import muse_jax
 from muse_jax.checkpoint import load_layer
+from muse_jax.cli.mesh import add_mesh_options, open_mesh, schedule_of
 from muse_jax.cli.table import print_table
 from muse_jax.compare import read_dump, write_dump
 from muse_jax.config import MuseConfig
@@ -23,7 +24,8 @@ EPILOG = """\
 FILE of --input is safetensors and holds L.x or x, [T, D]. The file of --out gets L.<boundary> for every boundary,
 whole or not at all. float32 widens the weights and rounds nothing in between; bfloat16 rounds where vLLM on AMD does,
 and the reference can take another framework's roundings with --profile. --implementation pallas interprets the
-kernels on a CPU.
+kernels on a CPU. --mesh runs over several devices (a CPU is split into as many as it takes); the reference then rounds
+as vLLM's ranks do.
 
 example:
   muse-jax dump tests/data/hf-tiny/checkpoint --layer 0 --input tests/data/hf-tiny/moe_f32.safetensors --out
@@ -49,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--implementation", choices=("pallas", "xla", "reference"), help="default: the best that runs here"
     )
     parser.add_argument("--profile", choices=tuple(PROFILES), help="roundings of the reference, default: the dtype's")
+    add_mesh_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -61,18 +64,30 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out is {out}; its folder does not exist")
+    mesh = open_mesh(args.mesh) if args.mesh else None
     x = _input(args.input, layer)
     implementation = args.implementation or resolve(None)
     if implementation == "pallas" and interpreted():
         print("pallas on this backend means interpret mode: slow, for checking only", file=sys.stderr)
     weights = load_layer(args.checkpoint, layer, config)
-    found = compute_boundaries(weights, config, x, dtype=args.dtype, implementation=implementation, profile=profile)
+    found = compute_boundaries(
+        weights,
+        config,
+        x,
+        dtype=args.dtype,
+        implementation=implementation,
+        profile=profile,
+        mesh=mesh,
+        schedule=schedule_of(args),
+    )
     metadata = {
         "made_by": f"muse-jax {muse_jax.__version__}, jax {jax.__version__}",
         "checkpoint": Path(args.checkpoint).name,
         "dtype": args.dtype,
         "implementation": implementation,
         "profile": profile,
+        "mesh": args.mesh or "one device",
+        "reduce_dtype": args.reduce_dtype if args.mesh else "none",
         "device": "numpy" if implementation == "reference" else jax.devices()[0].device_kind,
     }
     write_dump(out, {layer: found}, metadata)
