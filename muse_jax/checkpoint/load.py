@@ -34,13 +34,21 @@ def load_layer(path: str | Path, layer: int, config: MuseConfig | None = None) -
     malformed, the layer has no MoE block, its experts are quantized, or a tensor is missing, held twice, stray under
     the layer's mlp prefix, or of another shape or dtype than config and the layer's other tensors ask for.
     """
+    tensors, config = layer_tensors(path, layer, config)
+    return _read(tensors, config)
+
+
+def layer_tensors(
+    path: str | Path, layer: int, config: MuseConfig | None = None
+) -> tuple[tuple[NamedTensor, ...], MuseConfig]:
+    """Where each tensor of a layer that can be loaded lies; arguments and errors as for `load_layer`."""
     if config is None:
         config = MuseConfig.from_checkpoint(path)
     layer = config.check_moe_layer(layer)
     checkpoint = open_checkpoint(path)
     audit = audit_layer(layer, tensors_by_layer(checkpoint.entries.values()).get(layer, ()), config)
     _refuse(audit, checkpoint.source)
-    return _read(audit.tensors, config)
+    return audit.tensors, config
 
 
 def _refuse(audit: LayerAudit, source: Path) -> None:
