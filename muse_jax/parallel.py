@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float
 
 from muse_jax.block import before_experts, combine, normed_rows, project
 from muse_jax.boundaries import BOUNDARIES
+from muse_jax.checkpoint.sharded import load_sharded_layer
 from muse_jax.config import MuseConfig
 from muse_jax.experts import down_rows, expert_activation, expert_rows
 from muse_jax.schedule import Chunk, Schedule
@@ -87,6 +89,23 @@ class ShardedMoE(nnx.Module):
         """
         mesh = mesh if isinstance(mesh, BlockMesh) else BlockMesh(mesh=mesh)
         held = place_weights(weights, config, mesh, dtype)
+        return cls(config, held, mesh, schedule=schedule, implementation=implementation)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        layer: int,
+        mesh: Mesh | BlockMesh,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        schedule: Schedule | None = None,
+        implementation: Implementation | None = None,
+    ) -> ShardedMoE:
+        """A layer of a checkpoint, each device's slice read by itself; errors as `load_sharded_layer`."""
+        mesh = mesh if isinstance(mesh, BlockMesh) else BlockMesh(mesh=mesh)
+        config = MuseConfig.from_checkpoint(path)
+        held = load_sharded_layer(path, layer, mesh, config, dtype=dtype)
         return cls(config, held, mesh, schedule=schedule, implementation=implementation)
 
     def weights(self) -> Found:

@@ -175,10 +175,13 @@ def place(
         devices_of.setdefault(bounds, []).append(device)
     parts = []
     for bounds, devices in devices_of.items():
-        piece = read(tuple(slice(*ends) for ends in bounds)).astype(dtype, copy=False)
-        parts += [jax.device_put(piece, device) for device in devices]
-        jax.block_until_ready(parts[-len(devices) :])
+        parts += _send(read(tuple(slice(*ends) for ends in bounds)).astype(dtype, copy=False), devices)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.dtype(dtype))
+
+
+def _send(piece: np.ndarray, devices: list[Any]) -> list[jax.Array]:
+    """The piece on every device, once it is there: the caller's memory is free again."""
+    return jax.block_until_ready([jax.device_put(piece, device) for device in devices])
 
 
 def whole_weight(name: str, held: Any, config: MuseConfig, mesh: BlockMesh) -> np.ndarray:
