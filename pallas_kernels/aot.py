@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 
 from pallas_kernels import expert_gemm
+from pallas_kernels.expert_gemm.tiles import entries
 from pallas_kernels.finalize import finalize
 from pallas_kernels.route_map import route_map
 from pallas_kernels.router import Scoring, route
@@ -35,7 +35,7 @@ _E, _K, _H = 256, 8, 4096
 # The full-size layer and one of eight tensor-parallel shards, for which the tables are; widths that no tile divides,
 # and small ones. A kernel's code depends on E, K and T in nothing but its offsets.
 _WIDTHS = ((_H, 4096), (_H, 512), (1000, 1000), (64, 96))
-_DTYPES = (("bfloat16", r"v_mfma_f32_\d+x\d+x\d+_bf16"), ("float32", r"v_mfma_f32_\d+x\d+x\d+_f32"))
+_MFMA = {"bfloat16": r"v_mfma_f32_\d+x\d+x\d+_bf16", "float32": r"v_mfma_f32_\d+x\d+x\d+_f32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,34 +76,37 @@ class Report:
     mfma: dict[str, int]
 
 
-def cases() -> Iterator[AotCase]:
-    """One case for each kernel, dtype and tile config of the AMD table."""
+def cases(target: str) -> Iterator[AotCase]:
+    """One case for each kernel, dtype and entry of the target's table of tiles."""
     shape = jax.ShapeDtypeStruct
-    for block_rows in expert_gemm.AMD_TILES:
+    for number, entry in enumerate(entries(target)):
+        block_rows = entry.config.block_rows
         routes_count = _E * block_rows
+        tokens = shape((routes_count // _K, _K), jnp.int32)
         routes = jax.eval_shape(
-            lambda ids, rows=block_rows: route_map(ids, num_experts=_E, block_rows=rows, implementation="xla"),
-            shape((routes_count // _K, _K), jnp.int32),
+            lambda ids, rows=block_rows: route_map(ids, num_experts=_E, block_rows=rows, implementation="xla"), tokens
         )
-        for (h, f), (dtype, mfma) in itertools.product(_WIDTHS, _DTYPES):
-            gate_up, down = expert_gemm.choose_tiles(block_rows, dtype, f=f, h=h, platform="rocm")
-            what = f"{dtype} H={h} F={f}"
+        widths = _WIDTHS if entry.h is None or entry.f is None else ((entry.h, entry.f),)
+        for h, f in widths:
+            config = entry.config.fit(h=h, f=f)
+            what = f"{entry.dtype} H={h} F={f}, entry {number}, blocks of {block_rows}"
             yield AotCase(
-                f"gate_up {what}, blocks of {block_rows}",
-                lambda x, w, r, tile=gate_up: expert_gemm.gate_up(
+                f"gate_up {what}",
+                lambda x, w, r, tile=config.gate_up: expert_gemm.gate_up(
                     x, w, r, routes_per_token=_K, implementation="pallas", tile=tile, interpret=False
                 ),
-                (shape((routes_count // _K, h), dtype), shape((_E, 2 * f, h), dtype), routes),
-                mfma,
+                (shape((routes_count // _K, h), entry.dtype), shape((_E, 2 * f, h), entry.dtype), routes),
+                _MFMA[entry.dtype],
             )
             yield AotCase(
-                f"down {what}, blocks of {block_rows}",
-                lambda a, w, r, tile=down: expert_gemm.down(
+                f"down {what}",
+                lambda a, w, r, tile=config.down: expert_gemm.down(
                     a, w, r, implementation="pallas", tile=tile, interpret=False
                 ),
-                (shape((routes_count, f), dtype), shape((_E, h, f), dtype), routes),
-                mfma,
+                (shape((routes_count, f), entry.dtype), shape((_E, h, f), entry.dtype), routes),
+                _MFMA[entry.dtype],
             )
+    for block_rows in sorted({entry.config.block_rows for entry in entries(target)}):
         yield AotCase(
             f"route_map blocks of {block_rows}",
             lambda ids, rows=block_rows: route_map(
@@ -183,7 +186,7 @@ def check(targets: Sequence[str]) -> list[tuple[Report, list[str]]]:
     for name in targets:
         target = find_target(name)
         kernels, wanted = [], []
-        for case in cases():
+        for case in cases(name):
             for kernel in lower(case, target):
                 kernels.append(kernel)
                 wanted.append(case.mfma)

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm import pallas, xla
-from pallas_kernels.expert_gemm.tiles import AMD_TILES, Tile, choose_block_rows, choose_tiles
+from pallas_kernels.expert_gemm.tiles import GemmConfig, Tile, choose_config
+from pallas_kernels.expert_gemm.xla import block_rows as xla_block_rows
 from pallas_kernels.route_map import RouteMap
 
-__all__ = ["AMD_TILES", "Tile", "choose_block_rows", "choose_tiles", "down", "gate_up"]
+__all__ = ["GemmConfig", "Tile", "choose_config", "down", "gate_up", "xla_block_rows"]
 
 
 def gate_up(
@@ -38,7 +39,7 @@ def gate_up(
       weight: gate rows then up rows of every expert, [E, 2F, H], in x's dtype.
       routes: the row blocks of the routes (`route_map`).
       routes_per_token: K; route r reads token r // K.
-      tile: columns, depth, warps and stages of the Pallas kernel; None chooses by shape and device.
+      tile: columns, depth, warps and stages of the Pallas kernel; None takes that of `choose_config`.
       interpret: run the Pallas kernel in interpret mode; None decides by the backend.
     """
     _check("x", x, "weight", weight)
@@ -50,7 +51,8 @@ def gate_up(
     with jax.named_scope("activation"):
         if resolve(implementation) == "xla":
             return xla.gate_up(x, weight, routes, num_routes)
-        tile = tile or choose_tiles(routes.block_rows, x.dtype, f=weight.shape[1] // 2, h=weight.shape[2])[0]
+        experts, two_f, h = weight.shape
+        tile = tile or choose_config(num_routes / experts, x.dtype, experts=experts, h=h, f=two_f // 2).gate_up
         return pallas.gate_up(x, weight, routes, num_routes, tile, interpret)
 
 
@@ -72,7 +74,8 @@ def down(
     with jax.named_scope("expert_rows"):
         if resolve(implementation) == "xla":
             return xla.down(activation, weight, routes)
-        tile = tile or choose_tiles(routes.block_rows, activation.dtype, f=weight.shape[2], h=weight.shape[1])[1]
+        (experts, h, f), num_routes = weight.shape, activation.shape[0]
+        tile = tile or choose_config(num_routes / experts, activation.dtype, experts=experts, h=h, f=f).down
         return pallas.down(activation, weight, routes, tile, interpret)
 
 

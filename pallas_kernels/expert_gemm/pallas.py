@@ -3,7 +3,7 @@
 A program owns one row block of one expert and `cols` output columns: it gathers its rows, walks the contraction in
 steps of `depth` with float32 accumulators, and stores each row at its route's own place. Nothing is padded in memory:
 empty rows of a block point past the array and are never stored. Weights are read once for each row block of their
-expert.
+expert: a block of 192 rows is two products, of 128 rows and of 64, with the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels._pallas import pallas_call
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.expert_gemm.tiles import Tile
 from pallas_kernels.formats import round_to, swiglu
-from pallas_kernels.route_map import RouteMap
+from pallas_kernels.route_map import UNUSED, RouteMap
 
 
 def _block_and_column(tile: Tile, blocks: int, columns: int) -> tuple[jax.Array, jax.Array]:
@@ -61,30 +61,41 @@ def _dot(a, b):
     )
 
 
+def _parts(size: int) -> list[tuple[int, int]]:
+    """(first row, rows) of the powers of two that make up `size`: 192 is 128 rows and 64."""
+    parts, start = [], 0
+    while start < size:
+        part = 1 << ((size - start).bit_length() - 1)
+        parts.append((start, part))
+        start += part
+    return parts
+
+
 def _for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, columns: int, multiply, clear=None):
     """Run this program's share: `multiply(rows, column, expert)` with as many rows as its block needs.
 
-    A block with no more live rows than `tile.tail` is multiplied as one of `tail` rows. `clear(rows, column)` is for a
-    block of masked routes, which no expert multiplies.
+    `rows` is a list, one array a power of two. `clear(rows, column)` is for a block of masked routes, which no expert
+    multiplies.
     """
     blocks, block_rows = rows_ref.shape
     block, column_tile = _block_and_column(tile, blocks, columns)
     column = column_tile * tile.cols + jnp.arange(tile.cols)
-    group = plt.load(group_ref.at[block], mask=block < blocks, other=-1)
+    group = plt.load(group_ref.at[block], mask=block < blocks, other=UNUSED)
     is_expert = (group >= 0) & (group < experts)
 
-    def run(size):
-        multiply(plt.load(rows_ref.at[block, jnp.arange(size)]), column, group)
+    def rows(size):
+        return [plt.load(rows_ref.at[block, start + jnp.arange(part)]) for start, part in _parts(size)]
 
-    if tile.tail and tile.tail < block_rows:
-        # Live rows come first in a block: one row past the tail says whether the tail is enough.
-        beyond = plt.load(rows_ref.at[block, jnp.int32(tile.tail)], mask=is_expert, other=routes)
-        pl.when(is_expert & (beyond < routes))(lambda: run(block_rows))
-        pl.when(is_expert & (beyond >= routes))(lambda: run(tile.tail))
-    else:
-        pl.when(is_expert)(lambda: run(block_rows))
+    below = is_expert
+    sizes = tile.sizes(block_rows)
+    for size in sizes[:-1]:
+        # Live rows come first in a block: the one at `size` says whether that many are enough.
+        beyond = plt.load(rows_ref.at[block, jnp.int32(size)], mask=is_expert, other=routes)
+        pl.when(below & (beyond >= routes))(lambda size=size: multiply(rows(size), column, group))
+        below = below & (beyond < routes)
+    pl.when(below)(lambda: multiply(rows(sizes[-1]), column, group))
     if clear is not None:
-        pl.when(group == experts)(lambda: clear(plt.load(rows_ref.at[block, jnp.arange(block_rows)]), column))
+        pl.when(~is_expert & (group != UNUSED))(lambda: clear(rows(block_rows), column))
 
 
 def _steps(tile: Tile, depth: int, columns: int, rows):
@@ -96,7 +107,7 @@ def _steps(tile: Tile, depth: int, columns: int, rows):
     steps = pl.cdiv(depth, tile.depth)
     if depth % tile.depth == 0 and columns % tile.cols == 0:
         return steps
-    return jnp.minimum(jnp.max(rows) + steps, steps).astype(jnp.int32)
+    return jnp.minimum(jnp.max(rows[0]) + steps, steps).astype(jnp.int32)
 
 
 def _store_rows(out_ref, rows, column, values):
@@ -111,21 +122,23 @@ def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, rou
     routes, f = out_ref.shape
 
     def multiply(rows, column, expert):
-        token = jnp.where(rows < routes, rows // routes_per_token, 0)
+        tokens = [jnp.where(part < routes, part // routes_per_token, 0) for part in rows]
         depth_limit = None if depth % tile.depth == 0 else depth
         gate_limit, up_limit = (None, None) if f % tile.cols == 0 else (f, two_f)
 
         def step(i, sums):
-            gate_sum, up_sum = sums
             d = i * tile.depth + jnp.arange(tile.depth)
-            x = _load(x_ref, token, d, column_limit=depth_limit)
             gate = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=gate_limit, lead=(expert,))
             up = _load(weight_ref, f + column, d, column_limit=depth_limit, row_limit=up_limit, lead=(expert,))
-            return gate_sum + _dot(x, gate), up_sum + _dot(x, up)
+            xs = [_load(x_ref, token, d, column_limit=depth_limit) for token in tokens]
+            return [
+                (gate_sum + _dot(x, gate), up_sum + _dot(x, up)) for x, (gate_sum, up_sum) in zip(xs, sums, strict=True)
+            ]
 
-        zero = jnp.zeros((rows.shape[0], tile.cols), jnp.float32)
-        gate_sum, up_sum = lax.fori_loop(0, _steps(tile, depth, f, rows), step, (zero, zero))
-        _store_rows(out_ref, rows, column, swiglu(gate_sum, up_sum, out_ref.dtype))
+        zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
+        sums = lax.fori_loop(0, _steps(tile, depth, f, rows), step, [(zero, zero) for zero in zeros])
+        for part, (gate_sum, up_sum) in zip(rows, sums, strict=True):
+            _store_rows(out_ref, part, column, swiglu(gate_sum, up_sum, out_ref.dtype))
 
     _for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
@@ -135,22 +148,24 @@ def _down(activation_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Til
     routes, h = out_ref.shape
 
     def multiply(rows, column, expert):
-        own_row = jnp.where(rows < routes, rows, 0)
+        own_rows = [jnp.where(part < routes, part, 0) for part in rows]
         depth_limit = None if depth % tile.depth == 0 else depth
         column_limit = None if h % tile.cols == 0 else h
 
-        def step(i, total):
+        def step(i, totals):
             d = i * tile.depth + jnp.arange(tile.depth)
-            a = _load(activation_ref, own_row, d, column_limit=depth_limit)
             weight = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(expert,))
-            return total + _dot(a, weight)
+            activations = [_load(activation_ref, own_row, d, column_limit=depth_limit) for own_row in own_rows]
+            return [total + _dot(a, weight) for a, total in zip(activations, totals, strict=True)]
 
-        zero = jnp.zeros((rows.shape[0], tile.cols), jnp.float32)
-        total = lax.fori_loop(0, _steps(tile, depth, h, rows), step, zero)
-        _store_rows(out_ref, rows, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
+        zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
+        totals = lax.fori_loop(0, _steps(tile, depth, h, rows), step, zeros)
+        for part, total in zip(rows, totals, strict=True):
+            _store_rows(out_ref, part, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
 
     def clear(rows, column):
-        _store_rows(out_ref, rows, column, jnp.zeros((rows.shape[0], tile.cols), out_ref.dtype))
+        for part in rows:
+            _store_rows(out_ref, part, column, jnp.zeros((part.shape[0], tile.cols), out_ref.dtype))
 
     _for_own_block(tile, rows_ref, group_ref, experts, routes, h, multiply, clear)
 

@@ -1,19 +1,33 @@
-"""Tile sizes of the expert GEMMs, chosen by how many rows an expert has.
+"""Tile sizes of the expert GEMMs: data files, one a target, chosen by how many rows an expert has.
 
-A block of M rows of one expert meets `cols` columns of its weights in steps of `depth`. Few rows an expert (decode)
-means the weights are streamed once and M is the smallest the matrix units take; many rows (prefill) means larger tiles.
+A block of `block_rows` rows of one expert meets `cols` columns of its weights in steps of `depth`. Few rows an expert
+(decode) means the weights are streamed once; many rows (prefill) means that what a program loads is used by more rows.
+    tuned/{gfx942,gfx950,sm_90}.json     {"target": ..., "entries": [{dtype, experts, h, f, max_rows, config}, ...]}
+An entry serves blocks whose mean rows an expert, T*K/E, is at most `max_rows`. Entries that name `experts`, `h` and `f`
+come before those that leave them null, which serve every shape: those are the heuristic, cut to the array's own size.
+A file named by the environment variable MUSE_JAX_TILES, as `muse-jax bench --tune` writes it, comes before the
+project's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.target import TARGETS, current_architecture
+
+TABLES = Path(__file__).parent / "tuned"
+TILES_VARIABLE = "MUSE_JAX_TILES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +35,8 @@ class Tile:
     """One kernel's tile: `cols` output columns, `depth` of the contraction a step, and how it is compiled.
 
     group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
-    tail: a block with no more live rows than this is multiplied as one of so many rows; 0 for never.
+    tails: row counts below the block's for which there is code of its own: a block runs with the first that holds its
+      live rows. Each is a multiple of 16, ascending.
     """
 
     cols: int
@@ -29,90 +44,131 @@ class Tile:
     num_warps: int
     num_stages: int
     group: int = 1
-    tail: int = 0
+    tails: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("cols", "depth", "tail"):
+        object.__setattr__(self, "tails", tuple(self.tails))
+        for name in ("cols", "depth"):
             value = getattr(self, name)
-            if (value < 16 or value & (value - 1)) and not (name == "tail" and value == 0):
+            if value < 16 or value & (value - 1):
                 raise ValueError(f"{name} is {value}; expected a power of two of at least 16")
+        if any(tail < 16 or tail % 16 for tail in self.tails) or list(self.tails) != sorted(set(self.tails)):
+            raise ValueError(f"tails is {self.tails}; expected ascending multiples of 16")
+
+    def sizes(self, block_rows: int) -> tuple[int, ...]:
+        """The row counts that there is code for, the whole block's last."""
+        return (*(tail for tail in self.tails if tail < block_rows), block_rows)
 
 
-# Block rows -> (gate_up tile, down tile). NVIDIA's were timed on an H200; AMD's are chosen by what they compile to
-# (no spills, LDS of gfx942 with its 64 KiB) and have not been timed.
-NVIDIA_TILES = {
-    16: (
-        Tile(cols=64, depth=128, num_warps=4, num_stages=4),
-        Tile(cols=128, depth=128, num_warps=4, num_stages=4),
-    ),
-    32: (
-        Tile(cols=64, depth=128, num_warps=8, num_stages=3, tail=16),
-        Tile(cols=128, depth=128, num_warps=8, num_stages=3, tail=16),
-    ),
-    64: (
-        Tile(cols=128, depth=64, num_warps=4, num_stages=3, group=4, tail=16),
-        Tile(cols=256, depth=64, num_warps=8, num_stages=3, group=4, tail=16),
-    ),
-    128: (
-        Tile(cols=128, depth=64, num_warps=8, num_stages=4, group=4, tail=16),
-        Tile(cols=256, depth=64, num_warps=8, num_stages=4, group=4, tail=16),
-    ),
-}
-AMD_TILES = {
-    16: (
-        Tile(cols=32, depth=128, num_warps=4, num_stages=2),
-        Tile(cols=64, depth=128, num_warps=4, num_stages=2),
-    ),
-    32: (
-        Tile(cols=32, depth=128, num_warps=4, num_stages=2, tail=16),
-        Tile(cols=64, depth=128, num_warps=4, num_stages=2, tail=16),
-    ),
-    64: (
-        Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=4, tail=16),
-        Tile(cols=128, depth=64, num_warps=4, num_stages=2, group=4, tail=16),
-    ),
-    128: (
-        Tile(cols=64, depth=64, num_warps=8, num_stages=2, group=4, tail=16),
-        Tile(cols=256, depth=64, num_warps=8, num_stages=2, group=4, tail=16),
-    ),
-}
-_LARGEST = 128
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """What both kernels need to agree on, and where it comes from.
 
-
-def choose_block_rows(num_routes: int, num_experts: int, implementation: Implementation) -> int:
-    """Rows a block holds, so that most experts need one block.
-
-    Pallas: a power of two above the mean rows an expert, no fewer than the 16 of a matrix unit. XLA: the mean and two
-    standard deviations of evenly random routing, or one row where experts have less than one on average.
+    block_rows: rows a block holds, a multiple of 16; a kernel multiplies them as powers of two (192 = 128 + 64).
+    timed: the device, versions and date it was timed with; None for one that was only compiled.
+    why: the reason for the choice, where it is not a timing.
     """
-    mean = num_routes / max(num_experts, 1)
-    if implementation == "pallas":
-        return _power_of_two(1.5 * mean, 16, _LARGEST)
-    return 1 if mean < 1 else math.ceil(mean + 2 * math.sqrt(mean))
+
+    block_rows: int
+    gate_up: Tile
+    down: Tile
+    timed: str | None = None
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.block_rows < 16 or self.block_rows % 16:
+            raise ValueError(f"block_rows is {self.block_rows}; expected a multiple of 16")
+
+    def fit(self, *, h: int, f: int) -> GemmConfig:
+        """The configuration for experts of these widths."""
+        return dataclasses.replace(self, gate_up=_fit(self.gate_up, f, h), down=_fit(self.down, h, f))
 
 
-def choose_tiles(
-    block_rows: int, dtype: DTypeLike, *, f: int, h: int, platform: str | None = None
-) -> tuple[Tile, Tile]:
-    """(gate_up tile, down tile) for blocks of `block_rows` rows, no wider than the arrays need.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One row of a table; None for `experts`, `h`, `f` or `max_rows` means any."""
 
-    platform: "cuda" or "rocm"; None takes that of this backend ("rocm" where there is no GPU, so that what is
-    interpreted on a CPU is what AMD runs).
+    dtype: str
+    config: GemmConfig
+    experts: int | None = None
+    h: int | None = None
+    f: int | None = None
+    max_rows: float | None = None
+
+    def rank(self, rows: float, experts: int, h: int, f: int) -> tuple[int, float] | None:
+        """How well the entry serves a problem, smaller is better; None where it does not."""
+        named = [(self.experts, experts), (self.h, h), (self.f, f)]
+        limit = math.inf if self.max_rows is None else self.max_rows
+        if rows > limit or any(own is not None and own != given for own, given in named):
+            return None
+        return sum(own is None for own, _ in named), limit
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as `read_entries` reads it, without what is None or default."""
+        config = {name: value for name, value in dataclasses.asdict(self.config).items() if value not in (None, "")}
+        for kernel in ("gate_up", "down"):
+            config[kernel] = {name: value for name, value in config[kernel].items() if value != ()}
+        return {name: getattr(self, name) for name in ("dtype", "experts", "h", "f", "max_rows")} | {"config": config}
+
+
+def choose_config(
+    rows_per_expert: float, dtype: DTypeLike | str, *, experts: int, h: int, f: int, target: str | None = None
+) -> GemmConfig:
+    """The configuration of both kernels for a mean of `rows_per_expert` rows (T*K/E), no wider than the arrays need.
+
+    Args:
+      rows_per_expert: over the experts that routes go to, held here or not.
+      dtype: of the weights.
+      experts: held here.
+      h, f: latent width and expert width held here.
+      target: a name in `pallas_kernels.target.TARGETS`; None takes this device's, or the nearest that has a table
+        ("gfx942" where there is no GPU, so that what is interpreted on a CPU is what AMD runs).
     """
-    table = NVIDIA_TILES if (platform or _platform()) == "cuda" else AMD_TILES
-    if block_rows not in table:
-        raise ValueError(f"blocks have {block_rows} rows; expected one of {sorted(table)}")
-    gate_up, down = table[block_rows]
-    wide = jnp.dtype(dtype).itemsize == 4
-    return _fit(gate_up, f, h, wide), _fit(down, h, f, wide)
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    target = target or _target_here()
+    ranked = []
+    for order, entry in enumerate(entries(target)):
+        rank = entry.rank(rows_per_expert, experts, h, f) if entry.dtype == name else None
+        if rank is not None:
+            ranked.append((rank, order, entry.config))
+    if not ranked:
+        raise ValueError(f"no tile of {target} serves {name} weights with {rows_per_expert} rows an expert")
+    return min(ranked)[2].fit(h=h, f=f)
 
 
-def _fit(tile: Tile, columns: int, depth: int, wide: bool) -> Tile:
-    """The tile cut to the array's own size: smaller for 4-byte elements, and with half the depth where edges need
-    masks, whose registers would spill.
-    """
-    cols = _power_of_two(columns, 16, min(tile.cols, 128) if wide else tile.cols)
-    steps = _power_of_two(depth, 16, tile.depth // 2 if wide else tile.depth)
+def entries(target: str) -> tuple[Entry, ...]:
+    """Every entry for `target`, the user's own file first."""
+    own = os.environ.get(TILES_VARIABLE)
+    found = _read(Path(own), target, None) if own else ()
+    return found + _read(TABLES / f"{target}.json", target, target)
+
+
+@functools.cache
+def _read(path: Path, target: str, expected: str | None) -> tuple[Entry, ...]:
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no table of tiles: {error}; `muse-jax bench --tune FILE` writes one") from None
+    return read_entries(table, str(path)) if table.get("target") == target or expected else ()
+
+
+def read_entries(table: Mapping[str, Any], source: str) -> tuple[Entry, ...]:
+    """The entries of a table. Raises ValueError, naming `source` and the entry, for one that is not well formed."""
+    found = []
+    for number, item in enumerate(table.get("entries", ())):
+        try:
+            config = dict(item["config"])
+            config |= {kernel: Tile(**config[kernel]) for kernel in ("gate_up", "down")}
+            found.append(Entry(**{**item, "config": GemmConfig(**config)}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"entry {number} of {source} is not a tile config: {error}") from None
+    return tuple(found)
+
+
+def _fit(tile: Tile, columns: int, depth: int) -> Tile:
+    """The tile cut to the array's own size, with half the depth where edges need masks, whose registers would spill."""
+    cols = _power_of_two(columns, 16, tile.cols)
+    steps = _power_of_two(depth, 16, tile.depth)
     ragged = columns % cols or depth % steps
     return dataclasses.replace(tile, cols=cols, depth=max(16, steps // 2) if ragged else steps)
 
@@ -125,8 +181,10 @@ def _power_of_two(at_least: float, lowest: int, highest: int) -> int:
     return value
 
 
-def _platform() -> str:
-    """ "cuda" on an NVIDIA GPU, else "rocm"."""
-    if jax.default_backend() != "gpu":
-        return "rocm"
-    return "cuda" if "nvidia" in jax.devices()[0].device_kind.lower() else "rocm"
+def _target_here() -> str:
+    """The table for this device: its own, or that of the nearest target of its platform."""
+    here = current_architecture()
+    if here in TARGETS:
+        return here
+    nvidia = jax.default_backend() == "gpu" and "nvidia" in jax.devices()[0].device_kind.lower()
+    return "sm_90" if nvidia else "gfx942"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,13 @@ from pallas_kernels.varying import vary_together, zeros_like_all
 
 _FULL_PRECISION = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _CACHED_BYTES = 2**18  # of one expert's weights that a CPU copies at a time
+
+
+def block_rows(rows_per_expert: float) -> int:
+    """Rows of a block for this path: the mean and two standard deviations of evenly random routing, so that most
+    experts need one block, or one row where experts have less than one on average.
+    """
+    return 1 if rows_per_expert < 1 else math.ceil(rows_per_expert + 2 * math.sqrt(rows_per_expert))
 
 
 def gate_up(

@@ -3,35 +3,20 @@
 Route r = t * K + k is the k-th choice of token t. Routes of one group (one expert; the last group collects masked
 routes, whose id is outside 0..E-1) are kept in ascending order and cut into blocks of M rows:
     rows[b, m]   the route in row m of block b, or R where the row is empty
-    group[b]     the expert of block b, E for masked routes, -1 for a block that is not used
+    group[b]     the expert of block b, another number for masked routes, UNUSED for a block that is not used
 The number of blocks is static: at most min(E + 1, R) groups are not empty and each wastes at most M - 1 rows.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.route_map import pallas, xla
+from pallas_kernels.route_map.blocks import UNUSED, RouteMap, max_blocks
 
-
-class RouteMap(NamedTuple):
-    """Row blocks of routes; see the module's first lines."""
-
-    rows: Int32[Array, "B M"]
-    group: Int32[Array, "B"]
-
-    @property
-    def block_rows(self) -> int:
-        return self.rows.shape[1]
-
-
-def max_blocks(num_routes: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that any routing of `num_routes` routes can need."""
-    return (num_routes + min(num_experts + 1, num_routes) * (block_rows - 1)) // block_rows
+__all__ = ["UNUSED", "RouteMap", "max_blocks", "route_map"]
 
 
 def route_map(
@@ -47,7 +32,7 @@ def route_map(
     Args:
       topk_ids: expert of each route; an id outside 0..num_experts-1 masks its route.
       num_experts: experts held here (E).
-      block_rows: rows a block holds (M), a power of two.
+      block_rows: rows a block holds (M).
       implementation: "pallas", "xla" or None for the best here.
       interpret: run the Pallas kernels in interpret mode; None decides by the backend.
     """
@@ -55,7 +40,7 @@ def route_map(
     ids = topk_ids.reshape(-1)
     with jax.named_scope("route_map"):
         if topk_ids.shape[0] == 1 or topk_ids.size == 0:
-            return RouteMap(*xla.one_route_a_block(ids, num_experts, block_rows))
+            return RouteMap(*xla.one_route_a_block(ids, block_rows))
         if resolve(implementation) == "pallas":
             return RouteMap(*pallas.route_map(ids, num_experts, block_rows, blocks, interpret))
         return RouteMap(*xla.route_map(ids, num_experts, block_rows, blocks))

@@ -18,8 +18,10 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels._pallas import pallas_call
 from pallas_kernels.dispatch import interpreted
+from pallas_kernels.route_map.blocks import UNUSED
 
 _CHUNK = 1024  # ids a program looks at in one step
+_MARKED = 16  # blocks whose group is stored in one step
 
 
 def _in_group(ids_ref, group, chunk, *, routes: int, experts: int, size: int):
@@ -57,22 +59,22 @@ def _place(ids_ref, counts_ref, rows_ref, group_ref, *, routes: int, experts: in
         return done + jnp.sum(one)
 
     placed = lax.fori_loop(0, pl.cdiv(routes, size), step, jnp.int32(0))
-    empty = placed + jnp.arange(block_rows, dtype=jnp.int32)
+    width = pl.next_power_of_2(block_rows)
+    empty = placed + jnp.arange(width, dtype=jnp.int32)
     inside = empty < mine * block_rows
     where = jnp.where(inside, first * block_rows + empty, blocks * block_rows)
-    plt.store(rows_ref.at[where], jnp.full((block_rows,), routes, jnp.int32), mask=inside)
+    plt.store(rows_ref.at[where], jnp.full((width,), routes, jnp.int32), mask=inside)
 
     # The last group also marks the blocks that no group uses.
     end = jnp.where(group == experts, blocks, first + mine)
-    width = 16
 
     def mark(step, carry):
-        block = first + step * width + jnp.arange(width, dtype=jnp.int32)
-        value = jnp.where(block < first + mine, group, -1)
+        block = first + step * _MARKED + jnp.arange(_MARKED, dtype=jnp.int32)
+        value = jnp.where(block < first + mine, group, UNUSED)
         plt.store(group_ref.at[jnp.where(block < end, block, blocks)], value, mask=block < end)
         return carry
 
-    lax.fori_loop(0, pl.cdiv(end - first, width), mark, jnp.int32(0))
+    lax.fori_loop(0, pl.cdiv(end - first, _MARKED), mark, jnp.int32(0))
 
 
 def route_map(

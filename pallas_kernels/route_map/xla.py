@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from pallas_kernels.route_map.blocks import UNUSED
+
 
 def route_map(ids: Int32[Array, "R"], num_experts: int, block_rows: int, blocks: int) -> tuple[jax.Array, jax.Array]:
     """(rows [B, M], group [B]) of flat route ids; see `pallas_kernels.route_map`."""
@@ -24,12 +26,11 @@ def route_map(ids: Int32[Array, "R"], num_experts: int, block_rows: int, blocks:
     row = row_in_group[:, None] + jnp.arange(block_rows, dtype=jnp.int32)[None, :]
     filled = used[:, None] & (row < counts[group][:, None])
     rows = jnp.where(filled, order[jnp.clip(first_route[group][:, None] + row, 0, routes - 1)], routes)
-    return rows, jnp.where(used, group, -1)
+    return rows, jnp.where(used, group, UNUSED)
 
 
-def one_route_a_block(ids: Int32[Array, "R"], num_experts: int, block_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The map that puts route r alone in block r: right for any ids, and all that one token needs."""
+def one_route_a_block(ids: Int32[Array, "R"], block_rows: int) -> tuple[jax.Array, jax.Array]:
+    """The map that puts route r alone in block r: all that one token needs, and a constant beside the ids."""
     routes = ids.shape[0]
-    group = jnp.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     first = jnp.arange(block_rows, dtype=jnp.int32)[None, :] == 0
-    return jnp.where(first, jnp.arange(routes, dtype=jnp.int32)[:, None], routes), group
+    return jnp.where(first, jnp.arange(routes, dtype=jnp.int32)[:, None], routes), ids

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import aot, expert_gemm
 from pallas_kernels.expert_gemm import Tile
+from pallas_kernels.expert_gemm.tiles import entries
 from pallas_kernels.route_map import RouteMap
 from pallas_kernels.target import find_target
 
@@ -26,11 +27,14 @@ def checked(target: str) -> dict[str, list[list[str]]]:
 
 
 # One group a target, so that one worker compiles it once.
-TARGETS = [pytest.param(name, marks=pytest.mark.xdist_group(f"aot-{name}")) for name in ("gfx942", "gfx950")]
+CASES = [
+    pytest.param(target, case.name, marks=pytest.mark.xdist_group(f"aot-{target}"))
+    for target in ("gfx942", "gfx950")
+    for case in aot.cases(target)
+]
 
 
-@pytest.mark.parametrize("case", [case.name for case in aot.cases()])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "case"), CASES)
 def test_kernels_fit_the_chip(target: str, case: str) -> None:
     kernels = checked(target)[case]
     assert kernels == [[]] * len(kernels)
@@ -60,15 +64,17 @@ def test_a_tile_too_large_is_reported() -> None:
     assert any("has no opcode like" in fault for fault in aot.faults(first, mfma="v_mfma_f32_16x16x32_fp8_fp8"))
 
 
-def test_every_tile_of_the_table_is_a_case() -> None:
-    names = " ".join(case.name for case in aot.cases())
-    for block_rows in expert_gemm.AMD_TILES:
-        assert f"gate_up bfloat16 H=4096 F=4096, blocks of {block_rows}" in names
-        assert f"down float32 H=1000 F=1000, blocks of {block_rows}" in names
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_every_entry_of_the_table_is_a_case(target: str) -> None:
+    names = [case.name for case in aot.cases(target)]
+    for number, entry in enumerate(entries(target)):
+        of_entry = [name for name in names if f"entry {number}," in name]
+        assert {name.split()[0] for name in of_entry} == {"gate_up", "down"}
+        assert all(entry.dtype in name for name in of_entry)
 
 
 def test_other_targets_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="only gfx942 and gfx950 are compiled ahead of time"):
-        aot.lower(next(aot.cases()), find_target("sm_90"))
+        aot.lower(next(aot.cases("gfx942")), find_target("sm_90"))
     with pytest.raises(ValueError, match="target is 'gfx90a'; expected one of gfx942, gfx950, sm_90"):
         find_target("gfx90a")

@@ -106,14 +106,18 @@ def test_masked_activation_may_be_poison(implementation) -> None:
     assert row_error(rows.reshape(*ids.shape, -1), truth(x, ids, gate_up, down)) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("tile_block_rows", [32, 64, 128])
-def test_larger_tiles(tile_block_rows: int) -> None:
-    """Every tile of the table, on more rows an expert than one block holds."""
-    case = Case("larger", tile_block_rows + 9, 2, 3, 136, 72)
-    x, ids, gate_up, down = problem(case, "bfloat16")
-    routes = route_map(ids, num_experts=3, block_rows=tile_block_rows, implementation="pallas")
-    activation = expert_gemm.gate_up(x, gate_up, routes, routes_per_token=2, implementation="pallas")
-    rows = expert_gemm.down(activation, down, routes, implementation="pallas").reshape(*ids.shape, -1)
+@pytest.mark.parametrize(("block_rows", "tails"), [(48, (16,)), (64, ()), (128, (16, 32, 64)), (192, (64, 128))])
+def test_block_sizes(block_rows: int, tails: tuple[int, ...]) -> None:
+    """Blocks of several powers of two, and blocks whose live rows need a part of them: experts from 0 rows upwards."""
+    counts = (0, 1, 16, 17, 50, 65, 128, 150, block_rows, block_rows + 1)
+    ids = np.random.default_rng(1).permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    case = Case("sizes", len(ids), 1, len(counts), 72, 40)
+    x, _, gate_up, down = problem(case, "bfloat16")
+    ids = jnp.asarray(ids[:, None])
+    tile = expert_gemm.Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=4, tails=tails)
+    routes = route_map(ids, num_experts=case.experts, block_rows=block_rows, implementation="pallas")
+    activation = expert_gemm.gate_up(x, gate_up, routes, routes_per_token=1, implementation="pallas", tile=tile)
+    rows = expert_gemm.down(activation, down, routes, implementation="pallas", tile=tile).reshape(*ids.shape, -1)
     assert row_error(rows, truth(x, ids, gate_up, down)) < TOLERANCE["bfloat16"]
 
 
