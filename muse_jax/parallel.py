@@ -173,7 +173,7 @@ def _own_part(weights: Found, x: jax.Array, *, settings: _Settings, names: tuple
     found = before_experts(weights, tokens, settings.config, implementation=settings.implementation)
     local_ids = _local_ids(found["topk_ids"], is_token, settings)
     found["combined"] = _combined(weights, found, local_ids, settings)
-    found["out"] = project(weights, found["combined"])
+    found["out"] = project(weights, found["combined"], implementation=settings.implementation)
     if "expert_rows" in names:
         found |= _whole_rows(weights, found, local_ids, settings)
 
@@ -211,8 +211,9 @@ def _local_ids(topk_ids: jax.Array, is_token: jax.Array | None, settings: _Setti
 def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Settings) -> jax.Array:
     """The boundary combined, the same on every rank of ep and tp.
 
-    Chunks overlap: while the rows of one are summed over tp, those of the next are computed; nothing that a step of
-    the loop sends depends on what it multiplies. Two chunks of rows are alive at a time.
+    Three chunks are under way in a step: one is finished, the rows of the next are summed over tp, those of the one
+    after are computed. Nothing in a step needs that sum, so it can take as long as the GEMM. Two chunks of rows are
+    alive at a time.
     """
     config = settings.config
     inputs, topk_weights = found["expert_input"], found["topk_weights"]
@@ -226,48 +227,74 @@ def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Set
 
     # The first GEMM takes all tokens at once and so reads its weights once; its output is 1 / tp as wide as F.
     activation = expert_activation(inputs, local_ids, weights["gate_up"], **options)
+    size, whole = chunks[0].tokens, [chunk for chunk in chunks if chunk == chunks[0]]
+
+    def cut(number: int) -> slice:
+        return slice(number * size, number * size + chunks[number].tokens)
 
     def multiply(activation: jax.Array, ids: jax.Array) -> jax.Array:
         return down_rows(activation, ids, weights["down"], **options)
 
-    whole = [chunk for chunk in chunks if chunk == chunks[0]]
-    size, count = chunks[0].tokens, len(whole)
-    stacked = [
-        value[: count * size].reshape(count, size, *value.shape[1:]) for value in (activation, local_ids, topk_weights)
-    ]
+    def multiply_chunk(number: int) -> jax.Array:
+        return multiply(activation[cut(number)], local_ids[cut(number)])
 
-    def step(rows: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        ids, own_weights, next_activation, next_ids = chunk
-        done = _finalize(weights, rows, own_weights, ids, chunks[0], settings)
-        return multiply(next_activation, next_ids), done
+    def finish_chunk(sums: jax.Array, number: int) -> jax.Array:
+        return _finish(weights, sums, topk_weights[cut(number)], local_ids[cut(number)], chunks[number], settings)
 
-    acts, ids, own_weights = stacked
-    rows, done = lax.scan(step, multiply(acts[0], ids[0]), (ids[:-1], own_weights[:-1], acts[1:], ids[1:]))
-    parts = [done.reshape(-1, done.shape[2])]
-    rest = slice(count * size, None)
-    rest_rows = multiply(activation[rest], local_ids[rest]) if count < len(chunks) else None
-    parts.append(_finalize(weights, rows, own_weights[-1], ids[-1], chunks[0], settings))
-    if rest_rows is not None:
-        parts.append(_finalize(weights, rest_rows, topk_weights[rest], local_ids[rest], chunks[-1], settings))
+    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        sums, rows = carry
+        first_weights, first_ids, third_activation, third_ids = chunk
+        done = _finish(weights, sums, first_weights, first_ids, chunks[0], settings)
+        return (_sum_over_tp(rows, chunks[0], settings), multiply(third_activation, third_ids)), done
+
+    parts = []
+    sums, rows = _sum_over_tp(multiply_chunk(0), chunks[0], settings), multiply_chunk(1)
+    if len(whole) > 2:
+        stacked = [
+            value[: len(whole) * size].reshape(len(whole), size, *value.shape[1:])
+            for value in (topk_weights, local_ids, activation)
+        ]
+        own_weights, ids, activations = stacked
+        (sums, rows), done = lax.scan(step, (sums, rows), (own_weights[:-2], ids[:-2], activations[2:], ids[2:]))
+        parts.append(done.reshape(-1, done.shape[2]))
+    # What the loop leaves under way, and the rest, whose size may be another: the same steps one by one.
+    first = max(0, len(whole) - 2)
+    for number in range(first, len(chunks)):
+        next_sums = _sum_over_tp(rows, chunks[number + 1], settings) if number + 1 < len(chunks) else None
+        next_rows = multiply_chunk(number + 2) if number + 2 < len(chunks) else None
+        parts.append(finish_chunk(sums, number))
+        sums, rows = next_sums, next_rows
     return jnp.concatenate(parts)
 
 
 def _finalize(
     weights: Found, rows: jax.Array, topk_weights: jax.Array, ids: jax.Array, chunk: Chunk, settings: _Settings
 ) -> jax.Array:
-    """combined of one chunk from the partial rows of this rank: sum over tp, norm and weights, sum over ep."""
+    """combined of one chunk from the partial rows of this rank."""
+    return _finish(weights, _sum_over_tp(rows, chunk, settings), topk_weights, ids, chunk, settings)
+
+
+def _sum_over_tp(rows: jax.Array, chunk: Chunk, settings: _Settings) -> jax.Array:
+    """A chunk's rows, summed over tp: all of them, or where they are scattered this rank's share of the tokens."""
     mesh, reduce_dtype = settings.mesh, settings.schedule.reduce_dtype
-    dtype = rows.dtype
     if chunk.scatter:
-        padding = -chunk.tokens % mesh.size("tp")
-        rows = jnp.pad(rows, ((0, padding), (0, 0), (0, 0)))
-        rows = lax.psum_scatter(_cast(rows, reduce_dtype), mesh.tp, scatter_dimension=0, tiled=True)
+        rows = _pad_tokens(rows, chunk, mesh)
+        return lax.psum_scatter(_cast(rows, reduce_dtype), mesh.tp, scatter_dimension=0, tiled=True)
+    return lax.psum(_cast(rows, reduce_dtype), mesh.tp) if mesh.tp else rows
+
+
+def _finish(
+    weights: Found, rows: jax.Array, topk_weights: jax.Array, ids: jax.Array, chunk: Chunk, settings: _Settings
+) -> jax.Array:
+    """combined of one chunk from the rows of `_sum_over_tp`: norm and weights, sum over ep, every token again."""
+    mesh, reduce_dtype = settings.mesh, settings.schedule.reduce_dtype
+    dtype = weights["post_expert_norm"].dtype
+    if chunk.scatter:
         first = lax.axis_index(mesh.tp) * rows.shape[0]
-        topk_weights = lax.dynamic_slice_in_dim(jnp.pad(topk_weights, ((0, padding), (0, 0))), first, rows.shape[0])
-        ids = jnp.pad(ids, ((0, padding), (0, 0)), constant_values=-1)
-        ids = lax.dynamic_slice_in_dim(ids, first, rows.shape[0])
-    elif mesh.tp:
-        rows = lax.psum(_cast(rows, reduce_dtype), mesh.tp)
+        topk_weights, ids = (
+            lax.dynamic_slice_in_dim(_pad_tokens(value, chunk, mesh, fill), first, rows.shape[0])
+            for value, fill in ((topk_weights, 0), (ids, -1))
+        )
     combined = combine(
         weights,
         rows,
@@ -280,6 +307,12 @@ def _finalize(
     if mesh.ep:
         combined = _cast(lax.psum(_cast(combined, reduce_dtype), mesh.ep), dtype)
     return _gather(combined, mesh.tp)[: chunk.tokens] if chunk.scatter else combined
+
+
+def _pad_tokens(value: jax.Array, chunk: Chunk, mesh: BlockMesh, fill: int = 0) -> jax.Array:
+    """value [C, ...] of a chunk with rows of `fill` after it, so that tp divides its tokens."""
+    padding = -chunk.tokens % mesh.size("tp")
+    return jnp.pad(value, ((0, padding), *[(0, 0)] * (value.ndim - 1)), constant_values=fill)
 
 
 def _whole_rows(weights: Found, found: Found, local_ids: jax.Array, settings: _Settings) -> Found:

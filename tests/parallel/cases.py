@@ -25,8 +25,8 @@ CONFIG = small_config(model_width=20, latent_width=12, expert_width=16, num_expe
 EVEN = dataclasses.replace(CONFIG, num_experts=8)
 WIDE = small_config(model_width=96, latent_width=128, expert_width=64, num_experts=16, routes_per_token=8)
 K_H = CONFIG.routes_per_token * CONFIG.latent_width
-# Of 1100 tokens a rank gets several whole chunks and a rest, or a rest alone; up to 256 tokens are one chunk.
-CHUNKED = Schedule(chunk_elements=300 * K_H)
+# Of 1100 tokens a rank gets 4, 2, 1 or no whole chunks and a rest; up to 256 tokens are one chunk.
+CHUNKED = Schedule(chunk_elements=260 * K_H)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 

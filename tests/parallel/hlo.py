@@ -16,6 +16,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(
     r" = (\(?[^=]*?\)?) (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(-start)?\("
 )
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z0-9]+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(body|to_apply|calls|condition)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -28,14 +30,7 @@ _STABLEHLO = re.compile(
 
 def collectives(text: str) -> Found:
     """The collectives of a compiled program, those of a loop as often as it runs."""
-    bodies: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            name = header[2]
-            entry = name if header[1] else entry
-        bodies.setdefault(name, []).append(line)
+    bodies, entry = computations(text)
     found: Found = Counter()
 
     def visit(computation: str, times: int) -> None:
@@ -55,6 +50,46 @@ def collectives(text: str) -> Found:
 
     visit(entry, 1)
     return found
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """(the lines of every computation of a compiled program, the name of the one that is entered)."""
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            name = header[2]
+            entry = name if header[1] else entry
+        bodies.setdefault(name, []).append(line)
+    return bodies, entry
+
+
+class Computation:
+    """One computation: which instructions do what, in themselves or in what they call, and what they wait for."""
+
+    def __init__(self, text: str, name: str):
+        self.bodies, _ = computations(text)
+        self.lines = {found[1]: line for line in self.bodies[name] if (found := _INSTRUCTION.match(line))}
+        self.uses = {own: set(_NAME.findall(line)) & self.lines.keys() - {own} for own, line in self.lines.items()}
+
+    def doing(self, pattern: re.Pattern[str]) -> set[str]:
+        """The instructions that match, or call one that does."""
+        return {name for name, line in self.lines.items() if self._does(line, pattern)}
+
+    def needed_by(self, names: set[str]) -> set[str]:
+        """Everything that must be there before these instructions can start."""
+        found: set[str] = set()
+        left = list(names)
+        while left:
+            new = self.uses[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    def _does(self, line: str, pattern: re.Pattern[str]) -> bool:
+        called = (self.bodies[name] for _, name in _CALLED.findall(line) if name in self.bodies)
+        return bool(pattern.search(line)) or any(self._does(inner, pattern) for lines in called for inner in lines)
 
 
 def asked_collectives(text: str) -> Found:
