@@ -78,6 +78,20 @@ def test_bfloat16_rounds_as_ranks_do(shape):
     assert relative_error(combined, reference_combined((1, 1, 1), x)) < limits.get(shape, 2.7e-3 + 3.2e-3)
 
 
+@pytest.mark.parametrize("count", [1, 7, 1100])
+@pytest.mark.parametrize("shape, limit", [((1, 1, 8), 3.2e-3), ((2, 2, 2), 2.7e-3 + 3.2e-3)])
+def test_bfloat16_of_any_number_of_tokens(shape, limit, count):
+    """As at 64 tokens: one token, a number that dp does not divide, and chunks of 512 whose rows are scattered.
+
+    An ulp is 2^-8 to 2^-7 of an element; 3e-4 is an ulp of three elements in a thousand.
+    """
+    x = tokens(count, BFLOAT16, WIDE)
+    schedule = Schedule(chunk_elements=512 * WIDE.routes_per_token * WIDE.latent_width)
+    combined = found(shape, count, BFLOAT16, schedule, WIDE, names=("combined",))["combined"]
+    assert relative_error(combined, reference_combined(shape, x)) < 3e-4
+    assert relative_error(combined, reference_combined((1, 1, 1), x)) < limit
+
+
 @pytest.mark.parametrize("shape, limit", [((2, 2, 2), 2.7e-3 + 4.9e-3), ((1, 1, 8), 4.9e-3), ((1, 8, 1), 4e-3)])
 def test_bfloat16_reduction(shape, limit):
     """A bfloat16 sum may be rounded after every rank or once (a CPU sums in float32 and rounds once)."""
