@@ -12,3 +12,5 @@ import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Started here: a command under test asks for as many devices as its own mesh has, if it is the first to start JAX.
+jax.devices()
