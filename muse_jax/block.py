@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -23,7 +22,7 @@ from muse_jax.norm import rms_norm
 from muse_jax.router import choose_experts, router_logits
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.finalize import finalize
-from pallas_kernels.formats import round_to
+from pallas_kernels.linear import linear
 
 Weights = Mapping[str, Any]
 
@@ -40,10 +39,10 @@ def before_experts(
         raise ValueError(f"x is {x.shape}; expected [T, {config.model_width}]")
     if x.dtype != dtype:
         raise TypeError(f"x is {x.dtype} and the parameters are {dtype}; cast x or load the block as {x.dtype}")
-    logits = router_logits(x, weights["router_weight"], config.output_multiplier)
+    logits = router_logits(x, weights["router_weight"], config.output_multiplier, implementation=implementation)
     topk_weights, topk_ids = choose_experts(logits, weights["router_bias"], config, implementation=implementation)
     with jax.named_scope("latent"):
-        latent = _linear(x, weights["pre_expert_proj"])
+        latent = linear(x, weights["pre_expert_proj"], implementation=implementation)
     with jax.named_scope("expert_input"):
         expert_input = rms_norm(latent, weights["pre_expert_norm"], eps=config.norm_eps)
     return {
@@ -83,15 +82,9 @@ def normed_rows(weights: Weights, rows: Float[Array, "T K H"], config: MuseConfi
     return rms_norm(rows, weights["post_expert_norm"], eps=config.post_norm_eps, gain_first=True, out_dtype=jnp.float32)
 
 
-def project(weights: Weights, combined: Float[Array, "T H"]) -> Float[Array, "T D"]:
+def project(
+    weights: Weights, combined: Float[Array, "T H"], *, implementation: Implementation | None = None
+) -> Float[Array, "T D"]:
     """The boundary out."""
     with jax.named_scope("out"):
-        return _linear(combined, weights["post_expert_proj"])
-
-
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T, accumulated in float32 and rounded once to x's dtype."""
-    product = lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return round_to(product, x.dtype).astype(x.dtype)
+        return linear(combined, weights["post_expert_proj"], implementation=implementation)

@@ -38,7 +38,7 @@ class MuseRouter(nnx.Module):
 
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
         """Router logits after the output multiplier."""
-        return router_logits(x, self.weight[...], self.config.output_multiplier)
+        return router_logits(x, self.weight[...], self.config.output_multiplier, implementation=self.implementation)
 
     def route(self, logits: Float32[Array, "T E"]) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
         """(topk_weights, topk_ids) of logits, experts in descending biased score."""
@@ -131,7 +131,7 @@ class MuseMoE(nnx.Module):
         """The block's output for x, whose dtype must be that of the parameters."""
         weights = self.weights()
         found = self._until_rows(weights, x.reshape(-1, x.shape[-1]))
-        return project(weights, self._combine(weights, found)).reshape(x.shape)
+        return project(weights, self._combine(weights, found), implementation=self.implementation).reshape(x.shape)
 
     def boundaries(self, x: Float[Array, "T D"]) -> dict[str, jax.Array]:
         """Every boundary of the block by name (`muse_jax.boundaries`), `x` and `out` included.
@@ -142,7 +142,7 @@ class MuseMoE(nnx.Module):
         found = self._until_rows(weights, x)
         found["normed_rows"] = normed_rows(weights, found["expert_rows"], self.config)
         found["combined"] = self._combine(weights, found)
-        found["out"] = project(weights, found["combined"])
+        found["out"] = project(weights, found["combined"], implementation=self.implementation)
         return found
 
     def _until_rows(self, weights: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:

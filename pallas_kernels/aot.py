@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from jaxlib.mlir import ir
 from pallas_kernels import expert_gemm
 from pallas_kernels.expert_gemm.tiles import entries
 from pallas_kernels.finalize import finalize
+from pallas_kernels.linear import FEW_TOKENS, linear
 from pallas_kernels.route_map import route_map
 from pallas_kernels.router import Scoring, route
 from pallas_kernels.target import Target, find_target
@@ -113,6 +115,15 @@ def cases(target: str) -> Iterator[AotCase]:
                 ids, num_experts=_E, block_rows=rows, implementation="pallas", interpret=False
             ),
             (shape((512, _K), jnp.int32),),
+        )
+    for (dtype, mfma), (outputs, inputs) in itertools.product(
+        _MFMA.items(), ((4096, 8192), (8192, 4096), (1000, 1000))
+    ):
+        yield AotCase(
+            f"linear {dtype} {inputs} to {outputs}",
+            lambda x, w: linear(x, w, implementation="pallas", interpret=False),
+            (shape((FEW_TOKENS, inputs), dtype), shape((outputs, inputs), dtype)),
+            mfma,
         )
     for rows_dtype, out_dtype in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
         yield AotCase(

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels._pallas import pallas_call
+from pallas_kernels._tile import dot_rows, load_tile
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.expert_gemm.tiles import Tile
 from pallas_kernels.formats import round_to, swiglu
@@ -39,28 +40,6 @@ def _grid(tile: Tile, blocks: int, columns: int) -> tuple[int]:
     return (pl.cdiv(blocks, tile.group) * tile.group * pl.cdiv(columns, tile.cols),)
 
 
-def _load(ref, row, column, *, column_limit: int | None, row_limit: int | None = None, lead=()):
-    """ref[*lead, row[:, None], column[None, :]], zero past a limit; no mask where None."""
-    mask = None
-    if column_limit is not None:
-        mask = (column < column_limit)[None, :]
-    if row_limit is not None:
-        row_mask = (row < row_limit)[:, None]
-        mask = row_mask if mask is None else mask & row_mask
-    where = ref.at[(*lead, row[:, None], column[None, :])]
-    if mask is None:
-        return plt.load(where)
-    mask = jnp.broadcast_to(mask, (row.shape[0], column.shape[0]))
-    return plt.load(where, mask=mask, other=0)
-
-
-def _dot(a, b):
-    """a @ b.T accumulated in float32 (float32 operands multiply in full precision)."""
-    return lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-
-
 def _parts(size: int) -> list[tuple[int, int]]:
     """(first row, rows) of the powers of two that make up `size`: 192 is 128 rows and 64."""
     parts, start = [], 0
@@ -72,30 +51,30 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 
 def _for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, columns: int, multiply, clear=None):
-    """Run this program's share: `multiply(rows, column, expert)` with as many rows as its block needs.
+    """Run this program's share: `multiply(rows, start, expert)` with as many rows as its block needs.
 
-    `rows` is a list, one array a power of two. `clear(rows, column)` is for a block of masked routes, which no expert
-    multiplies.
+    `rows` is a list, one array a power of two; `start` is the first of its `tile.cols` columns. `clear(rows, start)` is
+    for a block of masked routes, which no expert multiplies.
     """
     blocks, block_rows = rows_ref.shape
     block, column_tile = _block_and_column(tile, blocks, columns)
-    column = column_tile * tile.cols + jnp.arange(tile.cols)
+    start = column_tile * tile.cols
     group = plt.load(group_ref.at[block], mask=block < blocks, other=UNUSED)
     is_expert = (group >= 0) & (group < experts)
 
     def rows(size):
-        return [plt.load(rows_ref.at[block, start + jnp.arange(part)]) for start, part in _parts(size)]
+        return [plt.load(rows_ref.at[block, first + jnp.arange(part)]) for first, part in _parts(size)]
 
     below = is_expert
     sizes = tile.sizes(block_rows)
     for size in sizes[:-1]:
         # Live rows come first in a block: the one at `size` says whether that many are enough.
         beyond = plt.load(rows_ref.at[block, jnp.int32(size)], mask=is_expert, other=routes)
-        pl.when(below & (beyond >= routes))(lambda size=size: multiply(rows(size), column, group))
+        pl.when(below & (beyond >= routes))(lambda size=size: multiply(rows(size), start, group))
         below = below & (beyond < routes)
-    pl.when(below)(lambda: multiply(rows(sizes[-1]), column, group))
+    pl.when(below)(lambda: multiply(rows(sizes[-1]), start, group))
     if clear is not None:
-        pl.when(~is_expert & (group != UNUSED))(lambda: clear(rows(block_rows), column))
+        pl.when(~is_expert & (group != UNUSED))(lambda: clear(rows(block_rows), start))
 
 
 def _steps(tile: Tile, depth: int, columns: int, rows):
@@ -118,27 +97,31 @@ def _store_rows(out_ref, rows, column, values):
 
 
 def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, routes_per_token: int):
-    experts, two_f, depth = weight_ref.shape
+    experts, _, depth = weight_ref.shape
     routes, f = out_ref.shape
 
-    def multiply(rows, column, expert):
+    def multiply(rows, start, expert):
         tokens = [jnp.where(part < routes, part // routes_per_token, 0) for part in rows]
         depth_limit = None if depth % tile.depth == 0 else depth
-        gate_limit, up_limit = (None, None) if f % tile.cols == 0 else (f, two_f)
+        # One product gives both halves, gate and up of a column side by side: matrix units are fed better by one wide
+        # operand than by two, and a thread holds neighbouring columns, so that taking them apart moves nothing.
+        pair = jnp.arange(2 * tile.cols)
+        own_column = start + pair // 2
+        weight_row = (pair % 2) * f + own_column
+        row_mask = None if f % tile.cols == 0 else own_column < f
 
         def step(i, sums):
             d = i * tile.depth + jnp.arange(tile.depth)
-            gate = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=gate_limit, lead=(expert,))
-            up = _load(weight_ref, f + column, d, column_limit=depth_limit, row_limit=up_limit, lead=(expert,))
-            xs = [_load(x_ref, token, d, column_limit=depth_limit) for token in tokens]
-            return [
-                (gate_sum + _dot(x, gate), up_sum + _dot(x, up)) for x, (gate_sum, up_sum) in zip(xs, sums, strict=True)
-            ]
+            weight = load_tile(weight_ref, weight_row, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
+            xs = [load_tile(x_ref, token, d, column_limit=depth_limit) for token in tokens]
+            return [total + dot_rows(x, weight) for x, total in zip(xs, sums, strict=True)]
 
-        zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
-        sums = lax.fori_loop(0, _steps(tile, depth, f, rows), step, [(zero, zero) for zero in zeros])
-        for part, (gate_sum, up_sum) in zip(rows, sums, strict=True):
-            _store_rows(out_ref, part, column, swiglu(gate_sum, up_sum, out_ref.dtype))
+        zeros = [jnp.zeros((part.shape[0], 2 * tile.cols), jnp.float32) for part in rows]
+        sums = lax.fori_loop(0, _steps(tile, depth, f, rows), step, zeros)
+        for part, total in zip(rows, sums, strict=True):
+            gate, up = lax.split(total.reshape(part.shape[0], tile.cols, 2), (1, 1), axis=2)
+            values = swiglu(gate.reshape(gate.shape[:2]), up.reshape(up.shape[:2]), out_ref.dtype)
+            _store_rows(out_ref, part, start + jnp.arange(tile.cols), values)
 
     _for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
@@ -147,23 +130,25 @@ def _down(activation_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Til
     experts, _, depth = weight_ref.shape
     routes, h = out_ref.shape
 
-    def multiply(rows, column, expert):
+    def multiply(rows, start, expert):
+        column = start + jnp.arange(tile.cols)
         own_rows = [jnp.where(part < routes, part, 0) for part in rows]
         depth_limit = None if depth % tile.depth == 0 else depth
-        column_limit = None if h % tile.cols == 0 else h
+        row_mask = None if h % tile.cols == 0 else column < h
 
         def step(i, totals):
             d = i * tile.depth + jnp.arange(tile.depth)
-            weight = _load(weight_ref, column, d, column_limit=depth_limit, row_limit=column_limit, lead=(expert,))
-            activations = [_load(activation_ref, own_row, d, column_limit=depth_limit) for own_row in own_rows]
-            return [total + _dot(a, weight) for a, total in zip(activations, totals, strict=True)]
+            weight = load_tile(weight_ref, column, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
+            activations = [load_tile(activation_ref, own_row, d, column_limit=depth_limit) for own_row in own_rows]
+            return [total + dot_rows(a, weight) for a, total in zip(activations, totals, strict=True)]
 
         zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
         totals = lax.fori_loop(0, _steps(tile, depth, h, rows), step, zeros)
         for part, total in zip(rows, totals, strict=True):
             _store_rows(out_ref, part, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
 
-    def clear(rows, column):
+    def clear(rows, start):
+        column = start + jnp.arange(tile.cols)
         for part in rows:
             _store_rows(out_ref, part, column, jnp.zeros((part.shape[0], tile.cols), out_ref.dtype))
 

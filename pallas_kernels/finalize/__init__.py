@@ -54,5 +54,4 @@ def finalize(
         return jnp.zeros((0, rows.shape[2]), out_dtype)
     run = xla.finalize if resolve(implementation) == "xla" else pallas.finalize
     with jax.named_scope("combined"):
-        gain = weight.astype(jnp.float32) + jnp.float32(gain_center)
-        return run(rows, topk_weights, topk_ids, gain, eps, out_dtype, interpret)
+        return run(rows, topk_weights, topk_ids, weight, eps, gain_center, out_dtype, interpret)

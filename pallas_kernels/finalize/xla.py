@@ -13,12 +13,14 @@ def finalize(
     rows: Float[Array, "T K H"],
     topk_weights: Float32[Array, "T K"],
     topk_ids: Int32[Array, "T K"],
-    gain: Float32[Array, "H"],
+    weight: Float[Array, "H"],
     eps: float,
+    gain_center: float,
     out_dtype: jnp.dtype,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """See `pallas_kernels.finalize.finalize`; `gain` has its centre already, `interpret` has no meaning here."""
+    """See `pallas_kernels.finalize.finalize`; `interpret` has no meaning here."""
+    gain = weight.astype(jnp.float32) + jnp.float32(gain_center)
     kept = jnp.where(topk_ids[:, :, None] >= 0, rows.astype(jnp.float32), 0.0)
     z = kept * gain[None, None, :]
     scale = jax.lax.rsqrt(jnp.mean(z * z, axis=2) + eps) * jnp.where(topk_ids >= 0, topk_weights, 0.0)
