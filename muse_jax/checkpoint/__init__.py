@@ -7,6 +7,7 @@ write_random_checkpoint(...)  a small checkpoint with real names and random valu
 
 from muse_jax.checkpoint.inventory import take_inventory
 from muse_jax.checkpoint.load import load_layer
+from muse_jax.checkpoint.quantized import QuantizedWeight
 from muse_jax.checkpoint.synthetic import small_config, write_random_checkpoint
 
-__all__ = ["load_layer", "small_config", "take_inventory", "write_random_checkpoint"]
+__all__ = ["QuantizedWeight", "load_layer", "small_config", "take_inventory", "write_random_checkpoint"]

@@ -12,6 +12,9 @@
     out            = combined @ post_expert_proj.T                       [T, D]
 
 A route whose id is -1 is masked: its rows are exactly zero and nothing reads what was handed in for them, NaN included.
+
+Where gate_up and down are quantized, both products of the experts read quantized rows too: expert_input quantized once
+a token, activation once a route (`muse_jax.reference.quantized`). Products of codes are exact.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 from muse_jax.reference.norm import rms_norm
 from muse_jax.reference.profiles import Profile
+from muse_jax.reference.quantized import Weight, expert_of, quantized_inputs, shape_of
 from muse_jax.reference.rounding import round_to, widen
 from muse_jax.reference.router import check_ids, router_logits, topk_ids, topk_weights
 from muse_jax.reference.settings import BlockSettings
@@ -61,23 +65,35 @@ def expert_input(
 
 
 @np.errstate(all="ignore")
-def activation(expert_input: np.ndarray, ids: np.ndarray, gate_up: np.ndarray, profile: Profile) -> np.ndarray:
+def activation(
+    expert_input: np.ndarray, ids: np.ndarray, gate_up: Weight, profile: Profile, rule: str | None = None
+) -> np.ndarray:
     """activation = silu(expert_input @ gate_e.T) * (expert_input @ up_e.T), [T, H] -> [T, K, F] with e = ids [T, K].
 
-    gate_e is the first half of gate_up[e] [2F, H], up_e the second; masked routes are zero.
+    gate_e is the first half of gate_up[e] [2F, H], up_e the second; masked routes are zero. rule: how MXFP4 weights
+    have expert_input quantized, as for `quantized_inputs`.
     """
-    rows = np.zeros((*ids.shape, gate_up.shape[1] // 2), profile.stored)
-    for expert, token, slot in _routes_by_expert(ids, len(gate_up)):
-        gate, up = np.split(widen(_linear(expert_input[token], gate_up[expert], profile)), 2, axis=-1)
+    experts, double_width, _ = shape_of(gate_up)
+    rows = np.zeros((*ids.shape, double_width // 2), profile.stored)
+    inputs = quantized_inputs(expert_input, gate_up, rule)
+    for expert, token, slot in _routes_by_expert(ids, experts):
+        gate, up = np.split(widen(_linear(inputs[token], expert_of(gate_up, expert), profile)), 2, axis=-1)
         rows[token, slot] = round_to(widen(_silu(gate, profile)) * up, profile.stored)
     return rows
 
 
-def expert_rows(activation: np.ndarray, ids: np.ndarray, down: np.ndarray, profile: Profile) -> np.ndarray:
-    """expert_rows = activation @ down_e.T, [T, K, F] x [E, H, F] -> [T, K, H], not weighted; masked routes are zero."""
-    rows = np.zeros((*ids.shape, down.shape[1]), profile.stored)
-    for expert, token, slot in _routes_by_expert(ids, len(down)):
-        rows[token, slot] = _linear(activation[token, slot], down[expert], profile)
+def expert_rows(
+    activation: np.ndarray, ids: np.ndarray, down: Weight, profile: Profile, rule: str | None = None
+) -> np.ndarray:
+    """expert_rows = activation @ down_e.T, [T, K, F] x [E, H, F] -> [T, K, H], not weighted; masked routes are zero.
+
+    rule: how MXFP4 weights have activation quantized, as for `quantized_inputs`.
+    """
+    experts, width, _ = shape_of(down)
+    rows = np.zeros((*ids.shape, width), profile.stored)
+    inputs = quantized_inputs(activation, down, rule)
+    for expert, token, slot in _routes_by_expert(ids, experts):
+        rows[token, slot] = _linear(inputs[token, slot], expert_of(down, expert), profile)
     return rows
 
 

@@ -17,21 +17,30 @@ from numpy.typing import DTypeLike
 
 from muse_jax.reference import block
 from muse_jax.reference.profiles import Profile
+from muse_jax.reference.quantized import Weight, columns, shape_of
 from muse_jax.reference.rounding import BFLOAT16, round_to, widen
 
 
 def tp_expert_rows(
-    activation: np.ndarray, ids: np.ndarray, down: np.ndarray, ranks: int, reduce_dtype: DTypeLike, profile: Profile
+    activation: np.ndarray,
+    ids: np.ndarray,
+    down: Weight,
+    ranks: int,
+    reduce_dtype: DTypeLike,
+    profile: Profile,
+    rule: str | None = None,
 ) -> np.ndarray:
     """expert_rows summed over `ranks` slices of the expert width, [T, K, F] -> [T, K, H] in reduce_dtype.
 
-    Raises ValueError when the expert width is no multiple of ranks.
+    Where down is quantized, every rank quantizes the columns of activation that it holds.
+    Raises ValueError when the expert width is no multiple of ranks, or a slice would split a quantization block.
     """
-    width = down.shape[-1]
+    width = shape_of(down)[-1]
     if width % ranks:
         raise ValueError(f"tp is {ranks}; expected a divisor of the expert width, {width}")
     slices = [slice(r * width // ranks, (r + 1) * width // ranks) for r in range(ranks)]
-    partial = (block.expert_rows(activation[..., cut], ids, down[..., cut], profile) for cut in slices)
+    parts = [(activation[..., cut], columns(down, cut)) for cut in slices]
+    partial = (block.expert_rows(rows, ids, weight, profile, rule) for rows, weight in parts)
     return _all_reduce(partial, reduce_dtype)
 
 
