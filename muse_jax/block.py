@@ -28,10 +28,16 @@ Weights = Mapping[str, Any]
 
 
 def before_experts(
-    weights: Weights, x: Float[Array, "T D"], config: MuseConfig, *, implementation: Implementation | None = None
+    weights: Weights,
+    x: Float[Array, "T D"],
+    config: MuseConfig,
+    *,
+    num_tokens: Int32[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
 ) -> dict[str, jax.Array]:
     """The boundaries x, router_logits, topk_ids, topk_weights, latent and expert_input.
 
+    num_tokens: rows from there on are padding, whose routes have the id -1; None where every row is a token.
     Raises ValueError where x is not [T, D], TypeError where its dtype is not that of the weights.
     """
     dtype = weights["pre_expert_proj"].dtype
@@ -41,6 +47,8 @@ def before_experts(
         raise TypeError(f"x is {x.dtype} and the parameters are {dtype}; cast x or load the block as {x.dtype}")
     logits = router_logits(x, weights["router_weight"], config.output_multiplier, implementation=implementation)
     topk_weights, topk_ids = choose_experts(logits, weights["router_bias"], config, implementation=implementation)
+    if num_tokens is not None:
+        topk_ids = jnp.where(jnp.arange(x.shape[0])[:, None] < num_tokens, topk_ids, -1)
     with jax.named_scope("latent"):
         latent = linear(x, weights["pre_expert_proj"], implementation=implementation)
     with jax.named_scope("expert_input"):

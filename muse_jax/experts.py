@@ -7,6 +7,8 @@ A masked route (an id outside 0..E-1) has a row of exact zeros.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jax.typing import DTypeLike
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import expert_gemm
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm import Tile, choose_config, xla_block_rows
-from pallas_kernels.route_map import RouteMap, route_map
+from pallas_kernels.route_map import Counts, RouteMap, route_map
 
 
 def expert_rows(
@@ -76,13 +78,19 @@ def down_rows(
     return _rows(activation, down, plan)
 
 
-class _Plan(NamedTuple):
-    """The row blocks both GEMMs walk and how each is run."""
+class _Launch(NamedTuple):
+    """Row blocks that both GEMMs walk, and how."""
 
     routes: RouteMap
-    implementation: Implementation
     gate_up: Tile | None
     down: Tile | None
+
+
+class _Plan(NamedTuple):
+    """One launch for all experts, or one for those with few rows and one for the crowded."""
+
+    implementation: Implementation
+    launches: tuple[_Launch, ...]
 
 
 def _plan(
@@ -95,35 +103,59 @@ def _plan(
     num_experts, h, f = down_shape
     implementation = resolve(implementation)
     rows_per_expert = topk_ids.size / (spread_over or num_experts)
+    make_map = functools.partial(route_map, topk_ids, num_experts=num_experts, implementation=implementation)
     if implementation == "xla":
-        block_rows, gate_up, down = xla_block_rows(rows_per_expert), None, None
-    else:
-        config = choose_config(rows_per_expert, dtype, experts=num_experts, h=h, f=f)
-        block_rows, gate_up, down = config.block_rows, config.gate_up, config.down
-    routes = route_map(topk_ids, num_experts=num_experts, block_rows=block_rows, implementation=implementation)
-    return _Plan(routes=routes, implementation=implementation, gate_up=gate_up, down=down)
+        return _Plan("xla", (_Launch(make_map(block_rows=xla_block_rows(rows_per_expert)), None, None),))
+    config = choose_config(rows_per_expert, dtype, experts=num_experts, h=h, f=f)
+    crowded = config.crowded
+    # No expert has more rows than there are tokens.
+    if crowded is None or config.crowded_from is None or topk_ids.shape[0] < config.crowded_from:
+        return _Plan("pallas", (_Launch(make_map(block_rows=config.block_rows), config.gate_up, config.down),))
+    few, many = Counts(most=config.crowded_from - 1), Counts(least=config.crowded_from)
+    return _Plan(
+        "pallas",
+        (
+            _Launch(make_map(block_rows=config.block_rows, counts=few), config.gate_up, config.down),
+            _Launch(make_map(block_rows=crowded.block_rows, counts=many), crowded.gate_up, crowded.down),
+        ),
+    )
 
 
 def _activation(expert_input: Array, topk_ids: Array, gate_up: Array, plan: _Plan) -> Array:
     tokens, routes_per_token = topk_ids.shape
-    flat = expert_gemm.gate_up(
-        expert_input,
-        gate_up,
-        plan.routes,
-        routes_per_token=routes_per_token,
-        implementation=plan.implementation,
-        tile=plan.gate_up,
-    )
+
+    def run(launch: _Launch, into: Array | None) -> Array:
+        return expert_gemm.gate_up(
+            expert_input,
+            gate_up,
+            launch.routes,
+            routes_per_token=routes_per_token,
+            implementation=plan.implementation,
+            tile=launch.gate_up,
+            into=into,
+        )
+
+    flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
 
 
 def _rows(activation: Array, down: Array, plan: _Plan) -> Array:
     tokens, routes_per_token, f = activation.shape
-    flat = expert_gemm.down(
-        activation.reshape(tokens * routes_per_token, f),
-        down,
-        plan.routes,
-        implementation=plan.implementation,
-        tile=plan.down,
-    )
+    rows = activation.reshape(tokens * routes_per_token, f)
+
+    def run(launch: _Launch, into: Array | None) -> Array:
+        return expert_gemm.down(
+            rows, down, launch.routes, implementation=plan.implementation, tile=launch.down, into=into
+        )
+
+    flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
+
+
+def _run_all(run: Callable[[_Launch, Array | None], Array], plan: _Plan) -> Array:
+    """Every launch, each into the rows that the one before has left."""
+    first, *others = plan.launches
+    flat = run(first, None)
+    for launch in others:
+        flat = run(launch, flat)
+    return flat

@@ -127,10 +127,16 @@ class MuseMoE(nnx.Module):
         """The parameters by the names of `muse_jax.checkpoint.load_layer`."""
         return {name: getattr(owner, attribute)[...] for name, (owner, attribute) in _owners(self).items()}
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """The block's output for x, whose dtype must be that of the parameters."""
+    def __call__(
+        self, x: Float[Array, "*batch D"], *, num_tokens: Int32[Array, ""] | int | None = None
+    ) -> Float[Array, "*batch D"]:
+        """The block's output for x, whose dtype must be that of the parameters.
+
+        num_tokens: tokens from there on (in the order of a flat batch) are padding: no expert is read for them and
+        their output is zero. `muse_jax.buckets` pads.
+        """
         weights = self.weights()
-        found = self._until_rows(weights, x.reshape(-1, x.shape[-1]))
+        found = self._until_rows(weights, x.reshape(-1, x.shape[-1]), num_tokens)
         return project(weights, self._combine(weights, found), implementation=self.implementation).reshape(x.shape)
 
     def boundaries(self, x: Float[Array, "T D"]) -> dict[str, jax.Array]:
@@ -145,9 +151,11 @@ class MuseMoE(nnx.Module):
         found["out"] = project(weights, found["combined"], implementation=self.implementation)
         return found
 
-    def _until_rows(self, weights: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+    def _until_rows(
+        self, weights: dict[str, jax.Array], x: jax.Array, num_tokens: jax.Array | int | None = None
+    ) -> dict[str, jax.Array]:
         """The boundaries from x to expert_rows."""
-        found = before_experts(weights, x, self.config, implementation=self.implementation)
+        found = before_experts(weights, x, self.config, num_tokens=num_tokens, implementation=self.implementation)
         found["activation"], found["expert_rows"] = self.experts(found["expert_input"], found["topk_ids"])
         return found
 

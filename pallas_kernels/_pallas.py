@@ -10,7 +10,7 @@ a kernel's loops on values that vary, so there they are hidden from it: a kernel
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,8 +38,11 @@ def pallas_call(
     num_stages: int,
     interpret: bool,
     name: str,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """`kernel` over `grid`, its refs whole arrays that it indexes itself.
+
+    aliases: argument -> the output that is written into its memory.
 
     The result has no derivative: differentiating it raises NotImplementedError.
     """
@@ -57,6 +60,7 @@ def pallas_call(
             ),
             interpret=interpret,
             name=name,
+            input_output_aliases=dict(aliases or {}),
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         )(*args)
         return jax.tree.map(lambda value: vary_over(value, axes), out)

@@ -64,11 +64,35 @@ def route_sets(sizes: Sizes, tokens: int, routing: Routing, sets: int) -> np.nda
     return ids
 
 
+def local_sets(ids: np.ndarray, experts: int) -> np.ndarray:
+    """The route sets as the device with the first `experts` of them sees them: other routes are masked."""
+    return np.where(ids < experts, ids, -1).astype(np.int32)
+
+
+def even_sets(ids: np.ndarray) -> tuple[np.ndarray, int]:
+    """(as many routes over as many experts, but evenly, how many experts): what a skewed routing is compared with."""
+    sets, tokens, k = ids.shape
+    used = max(k, round(statistics.mean(len(np.unique(one)) for one in ids)))
+    rng = np.random.default_rng(used)
+    steps = rng.permuted(np.broadcast_to(np.arange(tokens), (sets, tokens)), axis=-1)
+    return ((steps[:, :, None] * k + np.arange(k)) % used).astype(np.int32), used
+
+
 def floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: int) -> float:
     """The floor of one call in microseconds, averaged over the route sets."""
     weights = 3 * sizes.h * sizes.f
-    used = statistics.mean(len(np.unique(one)) for one in ids)
-    return 1e6 * max(used * weights * itemsize / rates.bytes_per_second, ids[0].size * 2 * weights / rates.flops)
+    used = statistics.mean(len(np.unique(one[one >= 0])) for one in ids)
+    routes = np.count_nonzero(ids >= 0) / len(ids)
+    return 1e6 * max(used * weights * itemsize / rates.bytes_per_second, routes * 2 * weights / rates.flops)
+
+
+def block_floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: int) -> float:
+    """The floor of the whole block: that of its experts, and both projections' and the router's weights beside them."""
+    dense, router = 2 * sizes.d * sizes.h, sizes.d * sizes.experts
+    tokens = ids.shape[1]
+    return floor_us(sizes, ids, rates, itemsize) + 1e6 * max(
+        (dense * itemsize + router * 4) / rates.bytes_per_second, tokens * 2 * dense / rates.flops
+    )
 
 
 def device_rates() -> Rates:
@@ -107,6 +131,8 @@ def row_error(x: Any, rows: Any, ids: np.ndarray, gate_up: Any, down: Any) -> fl
     f = down.shape[2]
     worst = 0.0
     for k, expert in enumerate(ids[0]):
+        if expert < 0:
+            continue
         product = np.asarray(gate_up[int(expert)], np.float64) @ np.asarray(x[0], np.float64)
         want = np.asarray(down[int(expert)], np.float64) @ (product[:f] / (1 + np.exp(-product[:f])) * product[f:])
         got = np.asarray(rows[0, k], np.float64)

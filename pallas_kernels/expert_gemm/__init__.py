@@ -30,6 +30,7 @@ def gate_up(
     routes_per_token: int,
     implementation: Implementation | None = None,
     tile: Tile | None = None,
+    into: Float[Array, "R columns"] | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "R F"]:
     """SwiGLU of both halves of the first expert GEMM, one row per route, in x's dtype (bfloat16 or float32).
@@ -40,6 +41,7 @@ def gate_up(
       routes: the row blocks of the routes (`route_map`).
       routes_per_token: K; route r reads token r // K.
       tile: columns, depth, warps and stages of the Pallas kernel; None takes that of `choose_config`.
+      into: rows of routes that are not in `routes` are taken from here (Pallas only; its memory is reused).
       interpret: run the Pallas kernel in interpret mode; None decides by the backend.
     """
     _check("x", x, "weight", weight)
@@ -53,7 +55,7 @@ def gate_up(
             return xla.gate_up(x, weight, routes, num_routes)
         experts, two_f, h = weight.shape
         tile = tile or choose_config(num_routes / experts, x.dtype, experts=experts, h=h, f=two_f // 2).gate_up
-        return pallas.gate_up(x, weight, routes, num_routes, tile, interpret)
+        return pallas.gate_up(x, weight, routes, num_routes, tile, into, interpret)
 
 
 def down(
@@ -63,6 +65,7 @@ def down(
     *,
     implementation: Implementation | None = None,
     tile: Tile | None = None,
+    into: Float[Array, "R columns"] | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "R H"]:
     """The second expert GEMM: expert rows without the route weight, masked routes exactly zero. Arguments as
@@ -76,7 +79,7 @@ def down(
             return xla.down(activation, weight, routes)
         (experts, h, f), num_routes = weight.shape, activation.shape[0]
         tile = tile or choose_config(num_routes / experts, activation.dtype, experts=experts, h=h, f=f).down
-        return pallas.down(activation, weight, routes, tile, interpret)
+        return pallas.down(activation, weight, routes, tile, into, interpret)
 
 
 def _check(x_name: str, x: jax.Array, weight_name: str, weight: jax.Array) -> None:

@@ -96,7 +96,8 @@ def _store_rows(out_ref, rows, column, values):
     plt.store(out_ref.at[rows[:, None], column[None, :]], values, mask=keep)
 
 
-def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, routes_per_token: int):
+def _gate_up(x_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile, routes_per_token: int):
+    out_ref = refs[-1]  # before it, the array that it shares its memory with, if there is one
     experts, _, depth = weight_ref.shape
     routes, f = out_ref.shape
 
@@ -126,7 +127,8 @@ def _gate_up(x_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile, rou
     _for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
 
-def _down(activation_ref, weight_ref, rows_ref, group_ref, out_ref, *, tile: Tile):
+def _down(activation_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile):
+    out_ref = refs[-1]
     experts, _, depth = weight_ref.shape
     routes, h = out_ref.shape
 
@@ -161,19 +163,12 @@ def gate_up(
     routes: RouteMap,
     num_routes: int,
     tile: Tile,
+    into: Float[Array, "R F"] | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
-    f = weight.shape[1] // 2
-    return pallas_call(
-        functools.partial(_gate_up, tile=tile, routes_per_token=num_routes // x.shape[0]),
-        grid=_grid(tile, routes.group.shape[0], f),
-        out_shape=jax.ShapeDtypeStruct((num_routes, f), x.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        interpret=interpreted() if interpret is None else interpret,
-        name="muse_gate_up",
-    )(x, weight, routes.rows, routes.group)
+    kernel = functools.partial(_gate_up, tile=tile, routes_per_token=num_routes // x.shape[0])
+    return _call("muse_gate_up", kernel, x, weight, routes, (num_routes, weight.shape[1] // 2), tile, into, interpret)
 
 
 def down(
@@ -181,16 +176,23 @@ def down(
     weight: Float[Array, "E H F"],
     routes: RouteMap,
     tile: Tile,
+    into: Float[Array, "R H"] | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
-    h = weight.shape[1]
+    kernel = functools.partial(_down, tile=tile)
+    shape = (activation.shape[0], weight.shape[1])
+    return _call("muse_down", kernel, activation, weight, routes, shape, tile, into, interpret)
+
+
+def _call(name, kernel, x, weight, routes, shape, tile, into, interpret):
     return pallas_call(
-        functools.partial(_down, tile=tile),
-        grid=_grid(tile, routes.group.shape[0], h),
-        out_shape=jax.ShapeDtypeStruct((activation.shape[0], h), activation.dtype),
+        kernel,
+        grid=_grid(tile, routes.group.shape[0], shape[1]),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpreted() if interpret is None else interpret,
-        name="muse_down",
-    )(activation, weight, routes.rows, routes.group)
+        name=name,
+        aliases=None if into is None else {4: 0},
+    )(x, weight, routes.rows, routes.group, *(() if into is None else (into,)))

@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class GemmConfig:
     """What both kernels need to agree on, and where it comes from.
 
     block_rows: rows a block holds, a multiple of 16; a kernel multiplies them as powers of two (192 = 128 + 64).
+    crowded, crowded_from: another configuration, in launches of its own, for experts with so many rows or more: when
+      routes crowd on a few experts, blocks that suit the mean would read those experts' weights over and over.
     timed: the device, versions and date it was timed with; None for one that was only compiled.
     why: the reason for the choice, where it is not a timing.
     """
@@ -72,16 +74,40 @@ class GemmConfig:
     block_rows: int
     gate_up: Tile
     down: Tile
+    crowded: GemmConfig | None = None
+    crowded_from: int | None = None
     timed: str | None = None
     why: str = ""
 
     def __post_init__(self) -> None:
         if self.block_rows < 16 or self.block_rows % 16:
             raise ValueError(f"block_rows is {self.block_rows}; expected a multiple of 16")
+        if (self.crowded is None) != (self.crowded_from is None):
+            raise ValueError("crowded and crowded_from go together; one of them is missing")
 
     def fit(self, *, h: int, f: int) -> GemmConfig:
         """The configuration for experts of these widths."""
-        return dataclasses.replace(self, gate_up=_fit(self.gate_up, f, h), down=_fit(self.down, h, f))
+        crowded = self.crowded and self.crowded.fit(h=h, f=f)
+        return dataclasses.replace(self, gate_up=_fit(self.gate_up, f, h), down=_fit(self.down, h, f), crowded=crowded)
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a table holds it, without what is default."""
+        found: dict[str, Any] = {"block_rows": self.block_rows}
+        for kernel in ("gate_up", "down"):
+            tile = dataclasses.asdict(getattr(self, kernel))
+            found[kernel] = {name: value for name, value in tile.items() if value != ()}
+        if self.crowded is not None:
+            found |= {"crowded_from": self.crowded_from, "crowded": self.crowded.to_json()}
+        return found | {name: value for name in ("timed", "why") if (value := getattr(self, name))}
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> GemmConfig:
+        """The configuration that `to_json` wrote. Raises KeyError, TypeError or ValueError for another."""
+        item = dict(item)
+        item |= {kernel: Tile(**item[kernel]) for kernel in ("gate_up", "down")}
+        if "crowded" in item:
+            item["crowded"] = cls.from_json(item["crowded"])
+        return cls(**item)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,11 +130,9 @@ class Entry:
         return sum(own is None for own, _ in named), limit
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as `read_entries` reads it, without what is None or default."""
-        config = {name: value for name, value in dataclasses.asdict(self.config).items() if value not in (None, "")}
-        for kernel in ("gate_up", "down"):
-            config[kernel] = {name: value for name, value in config[kernel].items() if value != ()}
-        return {name: getattr(self, name) for name in ("dtype", "experts", "h", "f", "max_rows")} | {"config": config}
+        """The entry as `read_entries` reads it."""
+        named = {name: getattr(self, name) for name in ("dtype", "experts", "h", "f", "max_rows")}
+        return named | {"config": self.config.to_json()}
 
 
 def choose_config(
@@ -157,12 +181,18 @@ def read_entries(table: Mapping[str, Any], source: str) -> tuple[Entry, ...]:
     found = []
     for number, item in enumerate(table.get("entries", ())):
         try:
-            config = dict(item["config"])
-            config |= {kernel: Tile(**config[kernel]) for kernel in ("gate_up", "down")}
-            found.append(Entry(**{**item, "config": GemmConfig(**config)}))
+            found.append(Entry(**{**item, "config": GemmConfig.from_json(item["config"])}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"entry {number} of {source} is not a tile config: {error}") from None
     return tuple(found)
+
+
+def write_table(path: Path, target: str, table: Sequence[Entry]) -> None:
+    """Write entries to a file, whole or not at all."""
+    lines = ",\n".join("    " + json.dumps(entry.to_json()) for entry in table)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(f'{{\n  "target": "{target}",\n  "entries": [\n{lines}\n  ]\n}}\n')
+    partial.replace(path)
 
 
 def _fit(tile: Tile, columns: int, depth: int) -> Tile:

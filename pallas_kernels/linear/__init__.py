@@ -1,7 +1,8 @@
 """A linear layer: out[t] = round(x[t] @ weight.T), products accumulated in float32 and rounded once.
 
-For a few tokens the weights are all that is read, and one Pallas kernel streams them and rounds on the way out. For
-many tokens it is an ordinary matrix product, which XLA hands to the vendor's library.
+For a few tokens the weights are all that is read, and one Pallas kernel streams them and rounds on the way out. For one
+token XLA's row reduction is as fast, and for many it is an ordinary matrix product, which XLA hands to the vendor's
+library.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def linear(
 ) -> Float[Array, "T O"]:
     """x @ weight.T in x's dtype (bfloat16 or float32), which must be the weight's.
 
-    The kernel serves at most FEW_TOKENS tokens; "pallas" with more takes the vendor's product as well.
+    The kernel serves 2 to FEW_TOKENS tokens; "pallas" with others takes XLA's product as well.
     """
     if x.dtype != weight.dtype or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x is {x.dtype} {x.shape} and weight is {weight.dtype} {weight.shape}; "
             "expected one dtype and [T, inputs], [outputs, inputs]"
         )
-    if 0 < x.shape[0] <= FEW_TOKENS and resolve(implementation) == "pallas":
+    if 2 <= x.shape[0] <= FEW_TOKENS and resolve(implementation) == "pallas":
         return pallas.linear(x, weight, interpret)
     product = lax.dot_general(
         x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32

@@ -20,6 +20,19 @@ class RouteMap(NamedTuple):
         return self.rows.shape[1]
 
 
-def max_blocks(num_routes: int, num_experts: int, block_rows: int) -> int:
+class Counts(NamedTuple):
+    """Which experts a map is of: those with `least` to `most` routes (None: no limit). Masked routes belong to the map
+    with least = 0.
+    """
+
+    least: int = 0
+    most: int | None = None
+
+
+ANY_COUNT = Counts()
+
+
+def max_blocks(num_routes: int, num_experts: int, block_rows: int, counts: Counts = ANY_COUNT) -> int:
     """The most blocks that any routing of `num_routes` routes can need."""
-    return (num_routes + min(num_experts + 1, num_routes) * (block_rows - 1)) // block_rows
+    groups = min(num_experts + 1, num_routes) if counts.least == 0 else min(num_experts, num_routes // counts.least)
+    return max(1, (num_routes + groups * (block_rows - 1)) // block_rows) if num_routes else 0

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels._pallas import pallas_call
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.route_map.blocks import UNUSED
+from pallas_kernels.route_map.blocks import UNUSED, Counts
 
 _CHUNK = 1024  # ids a program looks at in one step
 _MARKED = 16  # blocks whose group is stored in one step
@@ -42,17 +42,31 @@ def _count(ids_ref, counts_ref, *, routes: int, experts: int, size: int):
     plt.store(counts_ref.at[group], lax.fori_loop(0, pl.cdiv(routes, size), step, jnp.int32(0)))
 
 
-def _place(ids_ref, counts_ref, rows_ref, group_ref, *, routes: int, experts: int, size: int, block_rows: int):
+def _place(
+    ids_ref,  # [R]
+    counts_ref,  # [E + 1]
+    rows_ref,  # [B * M]
+    group_ref,  # [B]
+    *,
+    routes: int,
+    experts: int,
+    size: int,
+    block_rows: int,
+    limits: Counts,
+):
     group = pl.program_id(0)
     blocks = group_ref.shape[0]
     index = jnp.arange(pl.next_power_of_2(experts + 1), dtype=jnp.int32)
     counts = plt.load(counts_ref.at[index], mask=index <= experts, other=0)
-    group_blocks = (counts + (block_rows - 1)) // block_rows
+    wanted = (counts >= limits.least) & (counts <= (routes if limits.most is None else limits.most))
+    wanted = jnp.where(index == experts, limits.least == 0, wanted)
+    group_blocks = jnp.where(wanted, (counts + (block_rows - 1)) // block_rows, 0)
     first = jnp.sum(jnp.where(index < group, group_blocks, 0))
     mine = jnp.sum(jnp.where(index == group, group_blocks, 0))
 
     def step(chunk, done):
         route, member = _in_group(ids_ref, group, chunk, routes=routes, experts=experts, size=size)
+        member = member & (mine > 0)
         one = member.astype(jnp.int32)
         rank = done + jnp.cumsum(one) - 1
         plt.store(rows_ref.at[jnp.where(member, first * block_rows + rank, blocks * block_rows)], route, mask=member)
@@ -78,7 +92,12 @@ def _place(ids_ref, counts_ref, rows_ref, group_ref, *, routes: int, experts: in
 
 
 def route_map(
-    ids: Int32[Array, "R"], num_experts: int, block_rows: int, blocks: int, interpret: bool | None = None
+    ids: Int32[Array, "R"],
+    num_experts: int,
+    block_rows: int,
+    blocks: int,
+    limits: Counts,
+    interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(rows [B, M], group [B]) of flat route ids; see `pallas_kernels.route_map`. Rows of unused blocks are
     undefined.
@@ -97,7 +116,7 @@ def route_map(
         name="muse_route_count",
     )(ids)
     rows, group = pallas_call(
-        functools.partial(_place, **common, block_rows=block_rows),
+        functools.partial(_place, **common, block_rows=block_rows, limits=limits),
         grid=(num_experts + 1,),
         out_shape=(
             jax.ShapeDtypeStruct((blocks * block_rows,), jnp.int32),

@@ -6,17 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.route_map.blocks import UNUSED
+from pallas_kernels.route_map.blocks import UNUSED, Counts
 
 
-def route_map(ids: Int32[Array, "R"], num_experts: int, block_rows: int, blocks: int) -> tuple[jax.Array, jax.Array]:
+def route_map(
+    ids: Int32[Array, "R"], num_experts: int, block_rows: int, blocks: int, limits: Counts
+) -> tuple[jax.Array, jax.Array]:
     """(rows [B, M], group [B]) of flat route ids; see `pallas_kernels.route_map`."""
     routes = ids.shape[0]
     group_of = jnp.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     order = jnp.argsort(group_of, stable=True).astype(jnp.int32)
     counts = jnp.bincount(group_of, length=num_experts + 1).astype(jnp.int32)
     first_route = jnp.cumsum(counts) - counts
-    group_blocks = (counts + block_rows - 1) // block_rows
+    wanted = (counts >= limits.least) & (counts <= (routes if limits.most is None else limits.most))
+    wanted = wanted.at[num_experts].set(limits.least == 0)
+    group_blocks = jnp.where(wanted, (counts + block_rows - 1) // block_rows, 0)
     last_block = jnp.cumsum(group_blocks)
 
     block = jnp.arange(blocks, dtype=jnp.int32)

@@ -10,7 +10,7 @@ import pytest
 
 from muse_jax.experts import expert_rows
 from pallas_kernels import expert_gemm
-from pallas_kernels.route_map import route_map
+from pallas_kernels.route_map import UNUSED, Counts, route_map
 from tests.pallas_kernels.cases import CASES, Case, row_error
 
 # Largest relative error of a row. float32: sums of up to 130 products in any order, 2^-24 each, with a wide margin.
@@ -119,6 +119,31 @@ def test_block_sizes(block_rows: int, tails: tuple[int, ...]) -> None:
     activation = expert_gemm.gate_up(x, gate_up, routes, routes_per_token=1, implementation="pallas", tile=tile)
     rows = expert_gemm.down(activation, down, routes, implementation="pallas", tile=tile).reshape(*ids.shape, -1)
     assert row_error(rows, truth(x, ids, gate_up, down)) < TOLERANCE["bfloat16"]
+
+
+def test_crowded_experts_have_launches_of_their_own() -> None:
+    """Two hot experts among many: the same rows as in one launch, masked routes included."""
+    case = Case("crowded", 40, 2, 12, 40, 24, masked=0.1)
+    x, ids, gate_up, down = problem(case, "float32")
+    ids = ids.at[:30, 0].set(3).at[5:36, 1].set(7)
+    tile = expert_gemm.Tile(cols=32, depth=32, num_warps=4, num_stages=2)
+    few, many = (
+        route_map(ids, num_experts=12, block_rows=16, counts=counts, implementation="pallas")
+        for counts in (Counts(most=16), Counts(least=17))
+    )
+    assert {3, 7} == set(np.asarray(many.group).tolist()) - {UNUSED}
+    assert not {3, 7} & set(np.asarray(few.group).tolist())
+    activation = rows = None
+    for routes in (few, many):
+        activation = expert_gemm.gate_up(
+            x, gate_up, routes, routes_per_token=2, implementation="pallas", tile=tile, into=activation
+        )
+    for routes in (few, many):
+        rows = expert_gemm.down(activation, down, routes, implementation="pallas", tile=tile, into=rows)
+    masked = np.asarray((ids < 0) | (ids >= 12))
+    rows = np.asarray(rows).reshape(*ids.shape, -1)
+    assert not rows[masked].any()
+    assert row_error(rows, truth(x, ids, gate_up, down)) < TOLERANCE["float32"]
 
 
 def xla_flops(experts: int) -> float:
