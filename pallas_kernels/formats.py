@@ -106,7 +106,7 @@ def divide(x: Float32[Array, "*shape"], y: Float32[Array, "*#shape"]) -> Float32
 
     XLA multiplies by the reciprocal of a divisor that is constant or broadcast, Triton divides to within 2 ulp; either
     changes codes. The remainder x - q * y is exact when both factors are cut in halves of 12 bits, and then
-    q + remainder / y is the nearest number. Not so where q or x * 2^-36 is subnormal, nor for infinities, which give NaN.
+    q + remainder / y is the nearest number. Not so where q or x * 2^-36 is subnormal, nor for infinities (NaN).
     """
     q = x / y
     q_high, y_high = (bits_float(float_bits(v) & -4096) for v in (q, y))

@@ -72,7 +72,7 @@ def test_awkward_rows_in_mxfp4(rule, dtype):
 
 
 @pytest.mark.parametrize("rule", MX_RULES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32))
 def test_any_block_in_mxfp4(rule, bits):
     assert_mxfp4(np.array([bits], np.uint32).view(np.float32), rule)
