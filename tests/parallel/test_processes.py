@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,11 +19,10 @@ import pytest
 from muse_jax.checkpoint import load_layer
 from muse_jax.checkpoint.synthetic import write_random_checkpoint
 from muse_jax.moe import MuseMoE
+from tests.parallel import worker
 from tests.parallel.cases import CONFIG, FLOAT32, K_H, tokens
-from tests.parallel.worker import VICTIM_EXIT
 from tests.reference.checks import row_errors
 
-ROOT = Path(__file__).parents[2]
 DP, EP, TP = range(3)
 # 38 tokens over dp=2 are 8 + 8 scattered and 3 all-reduced on every rank; 7 do not divide.
 RUNS = {
@@ -54,9 +51,9 @@ PATIENCE = 30
 
 @dataclasses.dataclass(kw_only=True)
 class Ended:
-    """What became of a run: exit codes and texts by process, and the seconds that the others outlived the victim."""
+    """Exit codes (None: had to be killed) and texts by process, and the seconds that the others outlived the victim."""
 
-    codes: list[int]
+    codes: list[int | None]
     texts: list[str]
     folder: Path
     outlived: float
@@ -83,30 +80,24 @@ def run_processes(count: int, victim: int, folder: Path) -> Ended:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    texts = [folder / f"text{process}" for process in range(count)]
-    processes = []
+    # A server that has imported the worker, and JAX with it but none of its backends, starts them all.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([worker.__name__])
+    processes = [server.Process(target=worker.main, args=(process, count, port, folder)) for process in range(count)]
     try:
-        for process, text in enumerate(texts):
-            command = [sys.executable, "-m", "tests.parallel.worker", str(process), str(count), str(port), str(folder)]
-            with text.open("wb") as out:
-                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT))
-        processes[victim].wait(timeout=120)
+        for process in processes:
+            process.start()
+        processes[victim].join(timeout=120)
         died = time.monotonic()
         for process in processes:
-            process.wait(timeout=max(0.1, PATIENCE + died - time.monotonic()))
+            process.join(timeout=max(0.1, PATIENCE + died - time.monotonic()))
         outlived = time.monotonic() - died
+        codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    return Ended(
-        codes=[process.returncode for process in processes],
-        texts=[text.read_text(errors="replace") for text in texts],
-        folder=folder,
-        outlived=outlived,
-    )
+    texts = [(folder / f"text{process}").read_text(errors="replace") for process in range(count)]
+    return Ended(codes=codes, texts=texts, folder=folder, outlived=outlived)
 
 
 def check_answers(ended: Ended) -> None:
@@ -131,9 +122,9 @@ def check_reads(ended: Ended) -> None:
 def check_death(ended: Ended) -> None:
     """A survivor raises out of a collective or is ended by JAX's service: never with success, never silent or late."""
     victim = RUNS[len(ended.codes)]["victim"]
-    assert ended.codes[victim] == VICTIM_EXIT
+    assert ended.codes[victim] == worker.VICTIM_EXIT
     for process, (code, text) in enumerate(zip(ended.codes, ended.texts, strict=True)):
         if process != victim:
-            assert code != 0
+            assert code not in (0, None), text
             assert ("Gloo" in text and "failed" in text) or "another task died" in text, text
     assert ended.outlived < PATIENCE

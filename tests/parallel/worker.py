@@ -1,14 +1,12 @@
 """One process of several: the block of a checkpoint on meshes that cross them, and what happens when one is gone.
 
-    python -m tests.parallel.worker PROCESS PROCESSES PORT FOLDER
-
-FOLDER holds run.json (what to do), checkpoint and x.npy; a process writes found{PROCESS}.npz and read{PROCESS}.json to
-it. Where run.json names a victim, that process then leaves without a word while the others are inside the block.
+The folder holds run.json (what to do), checkpoint and x.npy; a process writes text{PROCESS}, found{PROCESS}.npz and
+read{PROCESS}.json to it. Where run.json names a victim, that process leaves without a word while the others are inside
+the block.
 """
 
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +24,11 @@ VICTIM_EXIT = 17
 
 
 def main(process: int, processes: int, port: int, folder: Path) -> None:
+    """Run as `process` of `processes`, whose first listens on `port`."""
+    with (folder / f"text{process}").open("wb") as text:
+        os.dup2(text.fileno(), 1)
+        os.dup2(text.fileno(), 2)
+    os.environ.pop("XLA_FLAGS", None)
     run = json.loads((folder / "run.json").read_text())
     jax.config.update("jax_num_cpu_devices", run["devices"])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -93,7 +96,3 @@ def leave_in_the_middle(block, x, process: int, run: dict) -> None:
         time.sleep(300)
     while True:
         block(x).block_until_ready()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
