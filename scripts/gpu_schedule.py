@@ -97,9 +97,10 @@ def main() -> None:
     parser.add_argument("--mesh", default="tp=8", help="axes dp, ep, tp over 8 GPUs; default: tp=8")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T")
     args = parser.parse_args()
-    jax.default_backend = lambda: "gpu"  # kernels are lowered for a GPU, not interpreted
     sizes = axis_sizes(args.mesh)
     devices = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x8").devices
+    # Kernels are lowered and tiled for these GPUs, not interpreted.
+    jax.default_backend, jax.devices = lambda: "gpu", lambda: devices
     mesh = Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     print(f"{args.mesh}, {args.tokens} tokens, {devices[0].device_kind}, jax {jax.__version__}")
     print_steps(compiled_text(BlockMesh(mesh=mesh), args.tokens, Schedule()))
