@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from muse_jax.config import MuseConfig
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.formats import round_bf16
-from pallas_kernels.linear import FEW_TOKENS
 from pallas_kernels.router import route
+
+
+MANY_TOKENS = 256  # from here on the product is bound by operations, not by the weight's bytes
 
 
 def router_logits(
@@ -32,21 +34,25 @@ def router_logits(
     products with x are exact in float32 as well, and matrix units multiply bfloat16 some ten times faster.
     """
     with jax.named_scope("router_logits"):
-        if x.dtype == jnp.bfloat16 and x.shape[0] > FEW_TOKENS and resolve(implementation) == "pallas":
-            parts = _product(x, jnp.concatenate(_planes(weight))).reshape(x.shape[0], 3, weight.shape[0])
+        if x.dtype == jnp.bfloat16 and x.shape[0] >= MANY_TOKENS and resolve(implementation) == "pallas":
+            planes = _planes(weight).reshape(3 * weight.shape[0], weight.shape[1])
+            parts = _product(x, planes).reshape(x.shape[0], 3, weight.shape[0])
             logits = (parts[:, 2] + parts[:, 1]) + parts[:, 0]
         else:
             logits = _product(x.astype(jnp.float32), weight)
         return logits * jnp.float32(output_multiplier)
 
 
-def _planes(weight: Float32[Array, "E D"]) -> list[jax.Array]:
-    """Three bfloat16 arrays whose sum is the weight: each holds the leading eight bits of what is left."""
-    planes, rest = [], weight
-    for _ in range(3):
-        planes.append(round_bf16(rest).astype(jnp.bfloat16))
-        rest = rest - planes[-1].astype(jnp.float32)
-    return planes
+def _planes(weight: Float32[Array, "E D"]) -> Array:
+    """[3, E, D] bfloat16, whose sum over the first axis is the weight: each plane has the leading eight bits of what
+    the ones before it left.
+    """
+    high = round_bf16(weight)
+    middle = round_bf16(weight - high)
+    # One fused pass writes all three; a concatenation would copy each of them once more.
+    plane = lax.broadcasted_iota(jnp.int32, (3, 1, 1), 0)
+    planes = jnp.where(plane == 0, high, jnp.where(plane == 1, middle, (weight - high) - middle))
+    return planes.astype(jnp.bfloat16)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

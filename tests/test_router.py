@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muse_jax.router import _planes, router_logits
-from pallas_kernels.linear import FEW_TOKENS
+from muse_jax.router import MANY_TOKENS, _planes, router_logits
 
 
 def weights() -> jnp.ndarray:
@@ -20,7 +19,7 @@ def test_planes_are_the_weight() -> None:
     np.testing.assert_array_equal(planes.sum(0), np.asarray(weight, np.float64))
 
 
-@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1, 40])
+@pytest.mark.parametrize("tokens", [1, MANY_TOKENS - 1, MANY_TOKENS])
 def test_planes_are_as_good_as_float32(tokens: int) -> None:
     """Products are exact both ways, so both are within float32 sums of the truth; two planes would not be."""
     x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, 96)), jnp.bfloat16)
@@ -31,4 +30,4 @@ def test_planes_are_as_good_as_float32(tokens: int) -> None:
         assert logits.dtype == jnp.float32
         assert np.max(np.abs(np.asarray(logits, np.float64) - truth) / size) < 1e-6
     two = np.asarray(_planes(weights())[:2], np.float64).sum(0)
-    assert np.max(np.abs(np.asarray(x, np.float64) @ two.T * 0.25 - truth) / size) > 2e-6
+    assert np.max(np.abs(np.asarray(x, np.float64) @ two.T * 0.25 - truth) / size) > 1e-6

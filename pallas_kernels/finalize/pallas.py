@@ -1,8 +1,7 @@
-"""Finalize as one Pallas kernel: a program owns one token, reads its K rows and writes one row.
+"""Finalize as one Pallas kernel: a program owns one token, reads its K rows once and writes one row.
 
-The rows of a token are walked twice in tiles [K, C]: for their mean squares, then for the weighted sum, when they come
-from the cache. Holding them in registers between would leave too few programs on a multiprocessor to keep its memory
-busy. Bytes from memory: T*K*H read + T*H written; nothing else of that size.
+Rows are loaded a few ahead of the one that is being normalised, so that memory is busy while a row's sum goes round the
+warps. Bytes: T*K*H read + T*H written; nothing else of that size.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pallas_kernels._pallas import pallas_call
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.formats import round_to
 
-_TILE = 2**12  # elements of a tile
+_AHEAD = 4  # rows in flight
 
 
 def _finalize(
@@ -32,34 +31,29 @@ def _finalize(
     *,
     eps: float,
     gain_center: float,
-    height: int,
     width: int,
 ):
     token = pl.program_id(0)
     _, routes_per_token, h = rows_ref.shape
-    k = jnp.arange(height)
-    route_id = plt.load(topk_ids_ref.at[token, k], mask=k < routes_per_token, other=-1)
-    topk_weight = plt.load(topk_weights_ref.at[token, k], mask=route_id >= 0, other=0.0)
+    column = jnp.arange(width)
+    inside = column < h
+    gain = plt.load(gain_ref.at[column], mask=inside, other=0).astype(jnp.float32) + gain_center
 
-    def gained(start):
-        column = start + jnp.arange(width)
-        inside = None if h % width == 0 else column < h
-        mask = (route_id >= 0)[:, None] if inside is None else (route_id >= 0)[:, None] & inside[None, :]
-        gain = plt.load(gain_ref.at[column], mask=inside, other=None if inside is None else 0)
-        rows = plt.load(
-            rows_ref.at[token, k[:, None], column[None, :]], mask=jnp.broadcast_to(mask, (height, width)), other=0
-        )
-        return column, inside, rows.astype(jnp.float32) * (gain.astype(jnp.float32) + gain_center)[None, :]
+    def load(k):
+        route = jnp.int32(k)  # the interpreter takes no Python integer as an index
+        is_kept = plt.load(topk_ids_ref.at[token, route]) >= 0
+        topk_weight = jnp.where(is_kept, plt.load(topk_weights_ref.at[token, route]), 0.0)
+        return plt.load(rows_ref.at[token, route, column], mask=inside & is_kept, other=0), topk_weight
 
-    squares = jnp.zeros((height, width), jnp.float32)
-    for start in range(0, h, width):
-        _, _, z = gained(start)
-        squares += z * z
-    scale = lax.rsqrt(jnp.sum(squares, axis=1) / h + eps) * topk_weight
-    for start in range(0, h, width):
-        column, inside, z = gained(start)
-        total = round_to(jnp.sum(z * scale[:, None], axis=0), out_ref.dtype)
-        plt.store(out_ref.at[token, column], total.astype(out_ref.dtype), mask=inside)
+    ahead = [load(k) for k in range(min(_AHEAD, routes_per_token))]
+    total = jnp.zeros((width,), jnp.float32)
+    for k in range(routes_per_token):
+        row, topk_weight = ahead.pop(0)
+        if k + _AHEAD < routes_per_token:
+            ahead.append(load(k + _AHEAD))
+        z = row.astype(jnp.float32) * gain
+        total += z * (lax.rsqrt(jnp.sum(z * z) / h + eps) * topk_weight)
+    plt.store(out_ref.at[token, column], round_to(total, out_ref.dtype).astype(out_ref.dtype), mask=inside)
 
 
 def finalize(
@@ -73,11 +67,10 @@ def finalize(
     interpret: bool | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.finalize.finalize`."""
-    tokens, routes_per_token, h = rows.shape
-    height = pl.next_power_of_2(routes_per_token)
-    width = max(16, min(pl.next_power_of_2(h), _TILE // height))
+    tokens, _, h = rows.shape
+    width = max(pl.next_power_of_2(h), 16)
     return pallas_call(
-        functools.partial(_finalize, eps=eps, gain_center=gain_center, height=height, width=width),
+        functools.partial(_finalize, eps=eps, gain_center=gain_center, width=width),
         grid=(tokens,),
         out_shape=jax.ShapeDtypeStruct((tokens, h), out_dtype),
         num_warps=4,
