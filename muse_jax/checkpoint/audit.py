@@ -2,6 +2,7 @@
 
 expected = 6 whole tensors + gate_up and down, each whole or as one tensor an expert and projection (x its scale)
 faults   = missing | duplicate (whole and per expert at once) | stray | wrong shape | wrong dtype
+conflict = the format that the tensors have is not the one that config.json's quantization_config gives the layer
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from muse_jax.checkpoint.conflict import find_conflict
 from muse_jax.checkpoint.formats import ExpertFormat, FoundFormat, find_format
 from muse_jax.checkpoint.header import TensorEntry
 from muse_jax.checkpoint.names import (
@@ -24,6 +26,7 @@ from muse_jax.checkpoint.names import (
     projection_shape,
     weight_shapes,
 )
+from muse_jax.checkpoint.quark import QuarkConfig
 from muse_jax.config import MuseConfig
 
 KINDS = ("missing", "duplicate", "stray", "wrong shape", "wrong dtype")
@@ -48,7 +51,8 @@ class LayerAudit:
     """What a layer holds and what is wrong with it.
 
     found is None for a dense MLP. layout says how the experts' weights are named: "consolidated", "per_expert",
-    "mixed" (of the two) or "none". tensors pairs every name under the layer's mlp prefix with its entry.
+    "mixed" (of the two) or "none". tensors pairs every name under the layer's mlp prefix with its entry. conflict: one
+    sentence on how tensors and quantization_config disagree, None where they do not.
     """
 
     layer: int
@@ -56,6 +60,7 @@ class LayerAudit:
     layout: str
     tensors: tuple[NamedTensor, ...]
     faults: tuple[Fault, ...]
+    conflict: str | None = None
 
     @property
     def label(self) -> str:
@@ -88,8 +93,14 @@ def tensors_by_layer(entries: Iterable[TensorEntry]) -> dict[int, list[NamedTens
     return layers
 
 
-def audit_layer(layer: int, tensors: Iterable[NamedTensor], config: MuseConfig) -> LayerAudit:
-    """Hold a layer's tensors to what `config` says the layer is and to the format that its experts follow."""
+def audit_layer(
+    layer: int, tensors: Iterable[NamedTensor], config: MuseConfig, quantization: QuarkConfig | None
+) -> LayerAudit:
+    """Hold a layer's tensors to what `config` says the layer is, to the format that its experts follow, and that format
+    to what `quantization` says.
+
+    Raises ValueError where quantization gives the layer a scheme that is not served.
+    """
     tensors = tuple(tensors)
     if config.mlp_types[layer] == "dense":
         return _audit_dense(layer, tensors)
@@ -105,7 +116,14 @@ def audit_layer(layer: int, tensors: Iterable[NamedTensor], config: MuseConfig) 
             detail = f"{_file(entry)}, which {full_name(layer, WHOLE_NAMES[name.weight])!r} holds as well"
             faults.append(Fault(kind="duplicate", name=entry.name, detail=detail))
         faults.extend(_misfits(name, entry, config, found.format))
-    return LayerAudit(layer=layer, found=found, layout=_layout(whole, split), tensors=tensors, faults=tuple(faults))
+    return LayerAudit(
+        layer=layer,
+        found=found,
+        layout=_layout(whole, split),
+        tensors=tensors,
+        faults=tuple(faults),
+        conflict=find_conflict(layer, found, config, quantization),
+    )
 
 
 def _audit_dense(layer: int, tensors: tuple[NamedTensor, ...]) -> LayerAudit:
@@ -126,7 +144,7 @@ def _is_expected(name: MlpName, config: MuseConfig, form: ExpertFormat) -> bool:
         return False
     if name.expert is None:
         return name.weight not in EXPERT_WEIGHTS or not form.scale_dtypes
-    return name.expert < config.num_experts and name.part in (*form.parts, *form.optional_parts)
+    return name.expert < config.num_experts and name.part in form.parts
 
 
 def _expected_rests(
@@ -143,14 +161,14 @@ def _expected_rests(
 
 
 def _misfits(name: MlpName, entry: TensorEntry, config: MuseConfig, form: ExpertFormat) -> Iterator[Fault]:
-    if name.part in form.optional_parts or name.weight is None:
+    if name.weight is None:
         return
     if name.projection is None:
-        shape = weight_shapes(config)[name.weight]
+        shapes = (weight_shapes(config)[name.weight],)
     else:
-        shape = form.shape(name.part, *projection_shape(config, name.projection))
-    if entry.shape != shape:
-        detail = f"{_file(entry)} is {list(entry.shape)}, expected {list(shape)}"
+        shapes = form.shapes(name.part, *projection_shape(config, name.projection))
+    if entry.shape not in shapes:
+        detail = f"{_file(entry)} is {list(entry.shape)}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
         yield Fault(kind="wrong shape", name=entry.name, detail=detail)
     if name.weight in ROUTER_WEIGHTS:
         dtypes = ("F32",)

@@ -11,6 +11,7 @@ from typing import Any
 from muse_jax.checkpoint.audit import KINDS, Fault, LayerAudit, audit_layer, tensors_by_layer
 from muse_jax.checkpoint.header import TensorEntry
 from muse_jax.checkpoint.index import open_checkpoint
+from muse_jax.checkpoint.quark import read_quantization
 from muse_jax.config import MuseConfig
 
 
@@ -36,6 +37,11 @@ class Inventory:
         """Everything wrong, in layer order."""
         return tuple(fault for audit in self.layers for fault in audit.faults) + self.beyond
 
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        """Where tensors and quantization_config disagree, a sentence a layer."""
+        return tuple(audit.conflict for audit in self.layers if audit.conflict)
+
     def to_dict(self) -> dict[str, Any]:
         """The inventory as plain JSON values."""
         return {
@@ -43,7 +49,7 @@ class Inventory:
             "files": [file.name for file in self.files],
             "bytes": self.nbytes,
             "elements": self.elements,
-            "complete": not self.faults,
+            "complete": not self.faults and not self.conflicts,
             "layers": [_layer_dict(audit, self.config) for audit in self.layers],
             "beyond": [fault.name for fault in self.beyond],
         }
@@ -53,11 +59,13 @@ def take_inventory(path: str | Path, config: MuseConfig | None = None) -> Invent
     """The inventory of the checkpoint at `path`, a folder or a .safetensors file beside its config.json.
 
     A layer with missing, stray or misshapen tensors is reported, not refused; what cannot be read at all is: OSError
-    or ValueError as `open_checkpoint` and `MuseConfig.from_checkpoint` raise them.
+    or ValueError as `open_checkpoint` and `MuseConfig.from_checkpoint` raise them, and ValueError for a
+    quantization_config that AMD Quark did not write, or that gives a layer's experts a scheme that is not served.
     """
     if config is None:
         config = MuseConfig.from_checkpoint(path)
     checkpoint = open_checkpoint(path)
+    quantization = read_quantization(path)
     by_layer = tensors_by_layer(checkpoint.entries.values())
     beyond = [entry for layer in sorted(by_layer) if layer >= config.num_layers for _, entry in by_layer[layer]]
     nbytes, elements = totals(checkpoint.entries.values())
@@ -65,7 +73,9 @@ def take_inventory(path: str | Path, config: MuseConfig | None = None) -> Invent
         source=checkpoint.source,
         files=checkpoint.files,
         config=config,
-        layers=tuple(audit_layer(layer, by_layer.get(layer, ()), config) for layer in range(config.num_layers)),
+        layers=tuple(
+            audit_layer(layer, by_layer.get(layer, ()), config, quantization) for layer in range(config.num_layers)
+        ),
         beyond=tuple(Fault(kind="stray", name=entry.name, detail=f" in {entry.file.name}") for entry in beyond),
         nbytes=nbytes,
         elements=elements,
@@ -91,6 +101,7 @@ def _layer_dict(audit: LayerAudit, config: MuseConfig) -> dict[str, Any]:
         "mlp": config.mlp_types[audit.layer],
         "format": audit.label,
         "layout": audit.layout,
+        "conflict": audit.conflict,
         "tensors": len(audit.tensors),
         "bytes": nbytes,
         "elements": elements,

@@ -14,7 +14,9 @@ from muse_jax.config import MuseConfig
 
 EPILOG = """\
 A checkpoint is a folder with config.json and model.safetensors (or an index and its shards), or a single .safetensors
-file beside a config.json. Exit code 0: readable and complete; 2: unreadable, or tensors are missing, stray or wrong.
+file beside a config.json. Exit code 0: readable and complete; 2: unreadable, or tensors are missing, stray, wrong, or
+not in the format that the quantization_config of config.json gives their layer.
+formats: bf16, f32, mxfp4, and of FP8 fp8 (one scale a row), fp8_tensor, fp8_block (one scale a 128 x 128 block).
 
 example:
   muse-jax inspect tests/data/hf-tiny/checkpoint
@@ -43,6 +45,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"config": config, **inventory.to_dict()}, indent=2))
     else:
         _print(inventory)
+    if inventory.conflicts:
+        count = len(inventory.conflicts)
+        raise ValueError(
+            f"{inventory.source} has {count} {'layer' if count == 1 else 'layers'} whose tensors and "
+            f"quantization_config disagree: {inventory.conflicts[0]}"
+        )
     if inventory.faults:
         counts = [(kind, sum(fault.kind == kind for fault in inventory.faults)) for kind in KINDS]
         words = ", ".join(f"{count} {kind}" for kind, count in counts if count)
@@ -60,6 +68,8 @@ def _print(inventory: Inventory) -> None:
     for audit in inventory.layers:
         if audit.faults:
             print(f"layer {audit.layer}: {describe(audit.faults)}")
+        if audit.conflict:
+            print(audit.conflict)
     if inventory.beyond:
         print(f"beyond layer {inventory.config.num_layers - 1}: {describe(inventory.beyond)}")
 

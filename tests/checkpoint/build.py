@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from muse_jax.checkpoint.header import read_header
+from muse_jax.checkpoint.header import NUMPY_DTYPES, read_header, read_into
+from muse_jax.checkpoint.index import SINGLE_NAME
 from muse_jax.checkpoint.synthetic import named_tensors, random_layer, small_config, write_checkpoint
 from muse_jax.config import MuseConfig
 
@@ -85,3 +86,39 @@ def edit_json(path: Path, edit: Callable[[Any], object]) -> None:
 def shard_of(folder: Path, name: str) -> Path:
     """The file of a folder whose header lists the tensor `name`."""
     return next(file for file in sorted(folder.glob("*.safetensors")) if name in read_header(file))
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder, fp8 included."""
+    entries = [entry for file in sorted(folder.glob("*.safetensors")) for entry in read_header(file).values()]
+    arrays = {entry.name: np.empty(entry.shape, NUMPY_DTYPES[entry.dtype]) for entry in entries}
+    read_into((entry, arrays[entry.name]) for entry in entries)
+    return arrays
+
+
+def write_file(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file of any dtype that the loader knows, fp8 included, which safetensors itself cannot write."""
+    words = {dtype: word for word, dtype in NUMPY_DTYPES.items()}
+    table, position = {}, 0
+    for name, value in tensors.items():
+        offsets = [position, position := position + value.nbytes]
+        table[name] = {"dtype": words[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
+    file.write_bytes(pack(table, b"".join(value.tobytes() for value in tensors.values())))
+
+
+def quark_copy(
+    folder: Path,
+    source: Path,
+    *,
+    edit: Callable[[Tensors], object] = lambda tensors: None,
+    edit_quantization: Callable[[Any], object] = lambda settings: None,
+) -> Path:
+    """A Quark checkpoint in one file, after the edits had their way with its tensors and its quantization_config."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    edit_quantization(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value for name, value in read_all(source).items() if ".mlp." in name and "language" in name}
+    edit(tensors)
+    write_file(folder / SINGLE_NAME, tensors)
+    return folder

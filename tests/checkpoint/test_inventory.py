@@ -109,7 +109,7 @@ def test_dense_layers(tmp_path):
     assert layer.faulty("stray") == (ONE + "gate.weight",)
 
 
-@pytest.mark.parametrize("part, kind", [("weight", "missing"), ("weight_scale", "missing"), ("input_scale", None)])
+@pytest.mark.parametrize("part, kind", [("weight", "missing"), ("weight_scale", "missing"), ("input_scale", "stray")])
 def test_quantized_layers_are_audited_tensor_by_tensor(tmp_path, part, kind):
     name = ONE + f"experts.1.up_proj.{part}"
 
@@ -127,8 +127,9 @@ def test_quantized_layers_are_audited_tensor_by_tensor(tmp_path, part, kind):
     _recode(folder / SINGLE_NAME, ONE)
     layer = take_inventory(folder).layers[1]
     assert layer.label == "fp8"
-    assert [fault.kind for fault in layer.faults] == ([] if kind is None else [kind])
-    assert kind is None or layer.faulty(kind) == (name,)
+    assert [fault.kind for fault in layer.faults] == [kind]
+    assert layer.faulty(kind) == (name,)
+    assert "FP8 (weights F8_E4M3, scales F32), but config.json has no quantization_config" in layer.conflict
 
 
 def _recode(file, prefix):
