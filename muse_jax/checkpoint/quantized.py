@@ -4,10 +4,15 @@
     mxfp4    w[e, o, i] = e2m1(nibble i % 2 of values[e, o, i // 2]) * 2^(scales[e, o, i // 32] - 127)
 
 Nibble 0 is the low one. A scale that a checkpoint has once a tensor stands here once a row: the same numbers.
+
+`to_fnuz` is for chips whose matrix units multiply float8_e4m3fnuz (gfx942): read as fnuz, the bits of an e4m3fn number
+are half of it, so the bytes stay and the scales double. Two bytes differ: 0x80, -0 in the one format and NaN in the
+other, becomes 0; 0x7F and 0xFF, NaN in the one and 240 in the other, become 0x80.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,3 +85,22 @@ class QuantizedWeight:
         if self.format == "mxfp4":
             return ((experts, rows, columns // MXFP4_BLOCK),)
         return (experts, rows), (experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+
+
+def to_fnuz(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in float8_e4m3fnuz; a weight that is so already, or is no fp8, is returned as it is.
+
+    Inputs are quantized with limit 224 then, which gives them the bytes of 448 in e4m3fn and twice its scales, so both
+    chips multiply the same numbers. Raises ValueError when a doubled scale is beyond float32.
+    """
+    if weight.values.dtype != ml_dtypes.float8_e4m3fn:
+        return weight
+    table = np.arange(256, dtype=np.uint8)
+    table[[0x80, 0x7F, 0xFF]] = 0, 0x80, 0x80
+    values = table[weight.values.view(np.uint8)].view(ml_dtypes.float8_e4m3fnuz)
+    with np.errstate(over="ignore"):
+        scales = weight.scales * np.float32(2)
+    if np.any(np.isinf(scales) & np.isfinite(weight.scales)):
+        raise ValueError(f"a scale is {weight.scales[np.isinf(scales)][0]:.4g}; doubled for fnuz it is beyond float32")
+    input_scale = None if weight.input_scale is None else 2 * weight.input_scale
+    return dataclasses.replace(weight, values=values, scales=scales, input_scale=input_scale)
