@@ -2,12 +2,14 @@
 
 float32    weights and x widened, everything in float32                   profile "exact" for the reference
 bfloat16   as stored, rounded where vLLM on AMD rounds                     profile "vllm", or another by name
+
+Quantized experts keep their codes and scales in both; what the experts read is quantized as their format says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from muse_jax.checkpoint import QuantizedWeight
 from muse_jax.config import MuseConfig
 from muse_jax.moe import MuseMoE
 from muse_jax.parallel import ShardedMoE
@@ -57,7 +60,7 @@ def check_profile(profile: str | None, dtype: str, implementation: Implementatio
 
 
 def compute_boundaries(
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, Any],
     config: MuseConfig,
     x: np.ndarray,
     *,
@@ -66,6 +69,7 @@ def compute_boundaries(
     profile: str | None = None,
     mesh: Mesh | None = None,
     schedule: Schedule | None = None,
+    activation_rule: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Every boundary of a block for x [T, D], as numpy arrays in the dtypes a dump file holds.
 
@@ -78,6 +82,11 @@ def compute_boundaries(
       profile: the reference's roundings; None takes the dtype's own.
       mesh: run over its axes dp, ep, tp; None runs on one device. The reference rounds as vLLM's ranks of ep and tp do.
       schedule: how sums over the mesh are computed; None for the defaults.
+      activation_rule: how inputs of MXFP4 experts are quantized: "even", "floor", "rceil", or "w4a16" for not at all;
+        None is "even".
+
+    Raises ValueError for what does not fit together, and for quantized experts by another implementation than the
+    reference.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}")
@@ -86,13 +95,27 @@ def compute_boundaries(
         raise ValueError(f"x is {x.shape}; expected [T, {config.model_width}], the model width of the checkpoint")
     x = x.astype(DTYPES[dtype])
     if implementation == "reference":
-        cast = {name: w if name.startswith("router_") else w.astype(DTYPES[dtype]) for name, w in weights.items()}
+        kept = lambda name, w: name.startswith("router_") or isinstance(w, QuantizedWeight)
+        cast = {name: w if kept(name, w) else w.astype(DTYPES[dtype]) for name, w in weights.items()}
         # Unrounded sums are the same in any order, so "exact" has no ranks.
         sizes = {} if mesh is None or profile == "exact" else mesh.shape
         ranks = {axis: sizes[axis] for axis in ("ep", "tp") if axis in sizes}
         reduce_dtype = (schedule or Schedule()).reduce_dtype
-        found = run_block(cast, x, block_settings(config), profile, **ranks, reduce_dtype=reduce_dtype)
+        found = run_block(
+            cast,
+            x,
+            block_settings(config),
+            profile,
+            activation_rule=activation_rule,
+            **ranks,
+            reduce_dtype=reduce_dtype,
+        )
         return {name: v.astype(np.float32) if v.dtype == np.float64 else v for name, v in found.items()}
+    if activation_rule is not None or isinstance(weights["gate_up"], QuantizedWeight):
+        raise ValueError(
+            f"implementation is {implementation or 'the default'} and the experts are quantized or an activation_rule "
+            "is given; only --implementation reference computes those"
+        )
     if mesh is None:
         moe = MuseMoE.from_weights(config, weights, dtype=DTYPES[dtype], implementation=implementation)
     else:

@@ -18,6 +18,7 @@ from muse_jax.compare import read_dump, write_dump
 from muse_jax.config import MuseConfig
 from muse_jax.dump import DTYPES, check_profile, compute_boundaries
 from muse_jax.reference import PROFILES
+from muse_jax.reference.quantized import ACTIVATION_RULES
 from pallas_kernels.dispatch import interpreted, resolve
 
 EPILOG = """\
@@ -25,7 +26,7 @@ FILE of --input is safetensors and holds L.x or x, [T, D]. The file of --out get
 whole or not at all. float32 widens the weights and rounds nothing in between; bfloat16 rounds where vLLM on AMD does,
 and the reference can take another framework's roundings with --profile. --implementation pallas interprets the
 kernels on a CPU. --mesh runs over several devices (a CPU is split into as many as it takes); the reference then rounds
-as vLLM's ranks do.
+as vLLM's ranks do. Quantized experts keep their codes and scales; what they read is quantized as their format says.
 
 example:
   muse-jax dump tests/data/hf-tiny/checkpoint --layer 0 --input tests/data/hf-tiny/moe_f32.safetensors --out
@@ -51,6 +52,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--implementation", choices=("pallas", "xla", "reference"), help="default: the best that runs here"
     )
     parser.add_argument("--profile", choices=tuple(PROFILES), help="roundings of the reference, default: the dtype's")
+    parser.add_argument(
+        "--activation-rule",
+        choices=ACTIVATION_RULES,
+        help="how inputs of MXFP4 experts find their shared exponents, or w4a16 to leave them be; default: even",
+    )
     add_mesh_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
@@ -79,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         profile=profile,
         mesh=mesh,
         schedule=schedule_of(args),
+        activation_rule=args.activation_rule,
     )
     metadata = {
         "made_by": f"muse-jax {muse_jax.__version__}, jax {jax.__version__}",
@@ -86,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "implementation": implementation,
         "profile": profile,
+        "activation_rule": args.activation_rule or "the format's own",
         "mesh": args.mesh or "one device",
         "reduce_dtype": args.reduce_dtype if args.mesh else "none",
         "device": "numpy" if implementation == "reference" else jax.devices()[0].device_kind,

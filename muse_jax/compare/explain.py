@@ -7,6 +7,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ CAUSES = {
 
 
 def best_profiles(
-    name: str, layer: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray], settings: BlockSettings
+    name: str, layer: Mapping[str, np.ndarray], weights: Mapping[str, Any], settings: BlockSettings
 ) -> list[tuple[str, float]]:
     """(profile, share of elements reproduced at boundary `name`), best first.
 
@@ -46,7 +47,8 @@ def best_profiles(
     """
     fits = []
     narrow = layer["x"].dtype != np.float32
-    for profile in (name for name in PROFILES if (name == "exact") != narrow):
+    known = ("exact", "vllm") if hasattr(weights["gate_up"], "scales") else PROFILES  # those of quantized experts
+    for profile in (name for name in known if (name == "exact") != narrow):
         replayed = replay_block(weights, layer, settings, profile)[name]
         own = layer[name]
         fits.append((profile, distance(replayed.astype(own.dtype), own).equal))
