@@ -16,7 +16,6 @@ from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.formats import round_bf16
 from pallas_kernels.router import route
 
-
 MANY_TOKENS = 256  # from here on the product is bound by operations, not by the weight's bytes
 
 

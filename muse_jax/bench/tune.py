@@ -45,7 +45,7 @@ def candidates(target: Target, rows_per_expert: float, itemsize: int, *, halves:
     elif rows_per_expert < 64:
         blocks = ((32, (16,)), (64, (16, 32)), (128, (16, 32, 64)))
     else:
-        blocks = ((128, (16, 32, 64)), (144, (16, 128)), (192, (16, 64, 128)))
+        blocks = ((128, (16, 32, 64)), (192, (64, 128)), (192, (16, 64, 128)))
     groups = (1, 4) if rows_per_expert < 64 else (4, 8)
     widths, depths = (64, 128, 256), (64, 128, 256)
     for (block_rows, tails), width, depth, warps, stages, group in itertools.product(

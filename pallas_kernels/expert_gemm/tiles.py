@@ -36,7 +36,7 @@ class Tile:
 
     group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
     tails: row counts below the block's for which there is code of its own: a block runs with the first that holds its
-      live rows. Each is a multiple of 16, ascending.
+      live rows. Ascending.
     """
 
     cols: int
@@ -52,8 +52,8 @@ class Tile:
             value = getattr(self, name)
             if value < 16 or value & (value - 1):
                 raise ValueError(f"{name} is {value}; expected a power of two of at least 16")
-        if any(tail < 16 or tail % 16 for tail in self.tails) or list(self.tails) != sorted(set(self.tails)):
-            raise ValueError(f"tails is {self.tails}; expected ascending multiples of 16")
+        if list(self.tails) != sorted(set(self.tails)):
+            raise ValueError(f"tails is {self.tails}; expected ascending row counts")
 
     def sizes(self, block_rows: int) -> tuple[int, ...]:
         """The row counts that there is code for, the whole block's last."""
@@ -64,7 +64,9 @@ class Tile:
 class GemmConfig:
     """What both kernels need to agree on, and where it comes from.
 
-    block_rows: rows a block holds, a multiple of 16; a kernel multiplies them as powers of two (192 = 128 + 64).
+    block_rows: rows a block holds: a power of two, or a multiple of 64 that is multiplied as powers of two (192 is 128
+      and 64). Products of fewer than 64 rows take other matrix instructions on NVIDIA, and one loop with both kinds gave
+      wrong sums on an H200 (144 as 128 and 16).
     crowded, crowded_from: another configuration, in launches of its own, for experts with so many rows or more: when
       routes crowd on a few experts, blocks that suit the mean would read those experts' weights over and over.
     timed: the device, versions and date it was timed with; None for one that was only compiled.
@@ -80,8 +82,9 @@ class GemmConfig:
     why: str = ""
 
     def __post_init__(self) -> None:
-        if self.block_rows < 16 or self.block_rows % 16:
-            raise ValueError(f"block_rows is {self.block_rows}; expected a multiple of 16")
+        for size in {self.block_rows, *self.gate_up.tails, *self.down.tails}:
+            if size < 16 or (size & (size - 1) and size % 64):
+                raise ValueError(f"a block of {size} rows; expected a power of two from 16 on, or a multiple of 64")
         if (self.crowded is None) != (self.crowded_from is None):
             raise ValueError("crowded and crowded_from go together; one of them is missing")
 

@@ -73,7 +73,7 @@ def finalize(
         functools.partial(_finalize, eps=eps, gain_center=gain_center, width=width),
         grid=(tokens,),
         out_shape=jax.ShapeDtypeStruct((tokens, h), out_dtype),
-        num_warps=4,
+        num_warps=8 if width >= 2048 else 4,
         num_stages=1,
         interpret=interpreted() if interpret is None else interpret,
         name="muse_finalize",
