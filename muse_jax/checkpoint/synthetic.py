@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -115,10 +115,16 @@ def write_random_checkpoint(
 
 
 def write_checkpoint(
-    path: str | Path, *, config: MuseConfig, tensors: Mapping[str, np.ndarray], shards: int = 1
+    path: str | Path,
+    *,
+    config: MuseConfig,
+    tensors: Mapping[str, np.ndarray],
+    shards: int = 1,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint folder: config.json and `tensors` in one file, or in `shards` files and an index.
 
+    settings: more entries of config.json, such as a quantization_config.
     Everything is written to a hidden folder beside `path`, which is renamed when complete.
     Raises FileExistsError when `path` exists (an empty folder is replaced), ValueError when there are fewer tensors
     than shards.
@@ -132,7 +138,8 @@ def write_checkpoint(
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.mkdir()
     try:
-        (temporary / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(config.to_dict() | dict(settings or {}), indent=2)
+        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         _write_tensors(temporary, tensors, shards)
         os.rename(temporary, path)
     except BaseException:
