@@ -14,11 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from muse_jax.config import MuseConfig
 from muse_jax.quantization.array import QuantizedArray
 from pallas_kernels.formats import MX_BLOCK, Rule
 from pallas_kernels.quantize import quantize_mxfp4_rows
 
 CHUNK = 32
+
+
+def online_layers(config: MuseConfig) -> tuple[int, ...]:
+    """The layers of a bfloat16 checkpoint that are quantized when it is loaded: all but the model's first and last."""
+    return tuple(layer for layer in config.moe_layers if 0 < layer < config.num_layers - 1)
 
 
 def quantize_mxfp4(weight: Float[Array, "*rows n"], rule: Rule = "even") -> QuantizedArray:

@@ -18,7 +18,7 @@ from muse_jax.checkpoint.synthetic import named_tensors, random_layer, write_che
 from muse_jax.config import MuseConfig
 from muse_jax.quantization.array import Format, QuantizedArray
 from muse_jax.quantization.fp8 import quantize_fp8
-from muse_jax.quantization.mxfp4 import quantize_experts_mxfp4
+from muse_jax.quantization.mxfp4 import online_layers, quantize_experts_mxfp4
 
 
 def write_quantized_checkpoint(
@@ -39,9 +39,7 @@ def write_quantized_checkpoint(
     """
     if format not in ("fp8", "mxfp4"):
         raise ValueError(f"format is {format!r}; expected 'fp8' or 'mxfp4'")
-    if layers is None:
-        layers = [layer for layer in config.moe_layers if 0 < layer < config.num_layers - 1]
-    chosen = {config.check_moe_layer(layer) for layer in layers}
+    chosen = {config.check_moe_layer(layer) for layer in (online_layers(config) if layers is None else layers)}
     tensors: dict[str, np.ndarray] = {}
     for layer in config.moe_layers:
         weights = random_layer(config, layer, seed=seed)
