@@ -63,5 +63,5 @@ class _Stack:
     def joined(self) -> np.ndarray:
         """[E, P * rows, ...], the projections one after the other."""
         arrays = list(self._arrays.values())
-        whole = arrays[0] if len(arrays) == 1 else sum(array.astype(np.float32) for array in arrays)
+        whole = arrays[0] if len(arrays) == 1 else np.sum([array.astype(np.float32) for array in arrays], axis=0)
         return whole.reshape(whole.shape[0], whole.shape[1] * whole.shape[2], *whole.shape[3:])

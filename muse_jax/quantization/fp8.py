@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 from muse_jax.quantization.array import QuantizedArray
 from pallas_kernels.formats import (
@@ -29,7 +30,7 @@ from pallas_kernels.formats import (
 ZERO_ROW_SCALE = 2.0**-23
 
 
-def quantize_fp8(weight: Float[Array, "*rows n"], flavour: Flavour = "e4m3fn") -> QuantizedArray:
+def quantize_fp8(weight: Float[ArrayLike, "*rows n"], flavour: Flavour = "e4m3fn") -> QuantizedArray:
     """The weight [..., out, in] of any float dtype with one scale a row; a row with NaN or infinity is NaN.
 
     Raises ValueError for an unknown flavour.

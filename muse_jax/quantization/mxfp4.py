@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 from muse_jax.config import MuseConfig
 from muse_jax.quantization.array import QuantizedArray
@@ -27,7 +28,7 @@ def online_layers(config: MuseConfig) -> tuple[int, ...]:
     return tuple(layer for layer in config.moe_layers if 0 < layer < config.num_layers - 1)
 
 
-def quantize_mxfp4(weight: Float[Array, "*rows n"], rule: Rule = "even") -> QuantizedArray:
+def quantize_mxfp4(weight: Float[ArrayLike, "*rows n"], rule: Rule = "even") -> QuantizedArray:
     """The weight [..., out, in] of any float dtype, all at once.
 
     Raises ValueError for an unknown rule, or columns that are no multiple of 32.

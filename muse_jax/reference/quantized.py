@@ -17,7 +17,7 @@ e = -127, though the byte says -126. A row (FP8) or block (MXFP4) with NaN or in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -40,6 +40,7 @@ FLAVOURS = {"float8_e4m3fn": decode_e4m3fn, "float8_e4m3fnuz": decode_e4m3fnuz}
 LIMITS = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
 
 
+@runtime_checkable
 class Quantized(Protocol):
     """A quantized weight, [E, out, in] of logical shape.
 
@@ -48,10 +49,14 @@ class Quantized(Protocol):
     format "mxfp4": values uint8 [E, out, in / 2], the even column in the low four bits; scales uint8 [E, out, in / 32].
     """
 
-    values: np.ndarray
-    scales: np.ndarray
-    format: str
-    input_scale: float | None
+    @property
+    def values(self) -> np.ndarray: ...
+    @property
+    def scales(self) -> np.ndarray: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def input_scale(self) -> float | None: ...
 
 
 Weight = np.ndarray | Quantized
@@ -67,20 +72,17 @@ class _Part:
     input_scale: float | None
 
 
-def is_quantized(weight: Weight) -> bool:
-    """Whether a weight is codes and scales rather than an array."""
-    return hasattr(weight, "scales")
-
-
 def shape_of(weight: Weight) -> tuple[int, ...]:
     """The logical shape, [E, out, in]."""
-    shape = weight.values.shape if is_quantized(weight) else weight.shape
-    return (*shape[:-1], shape[-1] * 2) if is_quantized(weight) and weight.format == "mxfp4" else shape
+    if not isinstance(weight, Quantized):
+        return weight.shape
+    *rows, columns = weight.values.shape
+    return (*rows, columns * 2 if weight.format == "mxfp4" else columns)
 
 
 def expert_of(weight: Weight, expert: int) -> np.ndarray:
     """One expert's weight [out, in]: as it is stored, or in float64 where it is quantized."""
-    if not is_quantized(weight):
+    if not isinstance(weight, Quantized):
         return weight[expert]
     values, scales = weight.values[expert], weight.scales[expert]
     if weight.format == "mxfp4":
@@ -94,7 +96,7 @@ def expert_of(weight: Weight, expert: int) -> np.ndarray:
 
 def columns(weight: Weight, cut: slice) -> Weight:
     """weight[..., cut] of a weight [E, out, in]. Raises ValueError where `cut` would split a block of a scale."""
-    if not is_quantized(weight):
+    if not isinstance(weight, Quantized):
         return weight[..., cut]
     per_value = 2 if weight.format == "mxfp4" else 1
     per_scale = MXFP4_BLOCK if weight.format == "mxfp4" else FP8_BLOCK if weight.scales.ndim == 3 else None
@@ -111,7 +113,7 @@ def quantized_inputs(rows: np.ndarray, weight: Weight, rule: str | None) -> np.n
     rule: of MXFP4, one of ACTIVATION_RULES, None for "even"; other weights have no choice.
     Raises ValueError for a rule that the weight does not know.
     """
-    if not is_quantized(weight):
+    if not isinstance(weight, Quantized):
         return rows
     if weight.format == "mxfp4":
         rule = rule or "even"
@@ -136,10 +138,10 @@ def quantize_fp8(
     limit is M, by default LIMITS[flavour]. Everything is divided and rounded in float32, as on a GPU.
     """
     rows = np.asarray(rows).astype(np.float32)
-    limit = np.float32(LIMITS[flavour] if limit is None else limit)
+    largest = np.float32(LIMITS[flavour] if limit is None else limit)
     groups = rows if group is None else rows.reshape(*rows.shape[:-1], rows.shape[-1] // group, group)
-    scales = np.maximum(_largest(groups) / limit, np.float32(1) / (np.float32(512) * limit))
-    codes = _fp8_codes(groups / scales[..., None], limit, flavour)
+    scales = np.maximum(_largest(groups) / largest, np.float32(1) / (np.float32(512) * largest))
+    codes = _fp8_codes(groups / scales[..., None], largest, flavour)
     return codes.reshape(rows.shape), scales
 
 
@@ -149,9 +151,9 @@ def quantize_fp8_static(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes uint8 [..., n] of rows times the float32 reciprocal of a given scale, and that scale for each row [...]."""
     rows = np.asarray(rows).astype(np.float32)
-    scale, finite = np.float32(scale), np.isfinite(rows).all(axis=-1)
-    codes = _fp8_codes(rows * (np.float32(1) / scale), np.float32(LIMITS[flavour]), flavour)
-    return codes, np.where(finite, scale, np.float32(np.nan))
+    own, finite = np.float32(scale), np.isfinite(rows).all(axis=-1)
+    codes = _fp8_codes(rows * (np.float32(1) / own), np.float32(LIMITS[flavour]), flavour)
+    return codes, np.where(finite, own, np.float32(np.nan))
 
 
 def dequantize_fp8(codes: np.ndarray, scales: np.ndarray, flavour: str = "float8_e4m3fn") -> np.ndarray:

@@ -17,13 +17,13 @@ import numpy as np
 
 from muse_jax.reference import block, sharded
 from muse_jax.reference.profiles import PROFILES, Profile, find_profile
-from muse_jax.reference.quantized import ACTIVATION_RULES, is_quantized, shape_of
+from muse_jax.reference.quantized import ACTIVATION_RULES, Quantized, shape_of
 from muse_jax.reference.rounding import BFLOAT16, FLOAT32, round_to
 from muse_jax.reference.settings import BlockSettings
 
 Arrays = Mapping[str, np.ndarray]
 Weights = Mapping[str, Any]  # arrays, or for gate_up and down something quantized
-Step = Callable[[Weights, Arrays, BlockSettings, Profile], np.ndarray]
+Step = Callable[..., np.ndarray]  # of weights, boundaries, settings, profile and, where _WITH_RULE has it, rule
 
 # Every boundary but x, in order: what it reads of the weights w and of the earlier boundaries b.
 STEPS: dict[str, Step] = {
@@ -138,7 +138,7 @@ def _with_rule(steps: Mapping[str, Step], rule: str | None) -> dict[str, Step]:
 
 def _check_quantized(weights: Weights, profile: Profile, rule: str | None) -> None:
     """ValueError for a profile that says nothing of quantized weights, or a rule that does not go with these."""
-    formats = {weights[name].format for name in ("gate_up", "down") if is_quantized(weights[name])}
+    formats = {weights[name].format for name in ("gate_up", "down") if isinstance(weights[name], Quantized)}
     if formats and profile not in (PROFILES["exact"], PROFILES["vllm"]):
         raise ValueError(f"profile is {profile.name!r} and the weights are quantized; expected 'exact' or 'vllm'")
     if rule is None:

@@ -122,6 +122,20 @@ def test_in_memory_export(tmp_path, form):
         assert_layer(loaded, expected)
 
 
+def test_scales_of_two_dtypes_are_each_widened(tmp_path):
+    """The format allows float32 and bfloat16; one of each side by side loses nothing."""
+
+    def edit(tensors):
+        for expert in range(0, EXPERTS, 2):
+            name = ONE + f"experts.{expert}.up_proj.weight_scale"
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+
+    loaded = load_layer(quark_copy(tmp_path / "ckpt", QUARK_FP8, edit=edit), 1)["gate_up"].scales
+    expected = quark_weights("fp8")["gate_up"].scales.copy()
+    expected[::2, 96:] = expected[::2, 96:].astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(loaded, expected)
+
+
 def to_tensor_scales(tensors):
     for name in [name for name in tensors if name.endswith("weight_scale")]:
         stem = name.removesuffix("weight_scale")

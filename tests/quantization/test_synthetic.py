@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from muse_jax.checkpoint import load_layer, small_config, take_inventory, write_random_checkpoint
-from muse_jax.quantization import quantize_fp8, quantize_mxfp4, write_quantized_checkpoint
+from muse_jax.quantization import online_layers, quantize_fp8, quantize_mxfp4, write_quantized_checkpoint
 from tests.quantization.test_arrays import assert_same
 
 CONFIG = small_config(latent_width=64, expert_width=96, num_experts=5, num_layers=4)
@@ -25,6 +25,11 @@ def test_it_loads_what_was_quantized(tmp_path, format, quantize):
                 assert_same(ours[name], quantize(weight))
             else:
                 np.testing.assert_array_equal(ours[name], weight)
+
+
+def test_online_quantization_leaves_the_first_and_the_last_layer():
+    assert online_layers(CONFIG) == (1, 2)
+    assert online_layers(small_config(num_layers=2)) == ()
 
 
 def test_chosen_layers(tmp_path):
