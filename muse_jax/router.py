@@ -35,7 +35,8 @@ def router_logits(
     with jax.named_scope("router_logits"):
         if x.dtype == jnp.bfloat16 and x.shape[0] >= MANY_TOKENS and resolve(implementation) == "pallas":
             planes = _planes(weight).reshape(3 * weight.shape[0], weight.shape[1])
-            parts = _product(x, planes).reshape(x.shape[0], 3, weight.shape[0])
+            # XLA would merge this product with the other one of x, and copy both weights together to do so.
+            parts = _product(lax.optimization_barrier(x), planes).reshape(x.shape[0], 3, weight.shape[0])
             logits = (parts[:, 2] + parts[:, 1]) + parts[:, 0]
         else:
             logits = _product(x.astype(jnp.float32), weight)

@@ -26,7 +26,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 
 from pallas_kernels import expert_gemm
-from pallas_kernels.expert_gemm.tiles import entries
+from pallas_kernels.expert_gemm.tiles import Entry, GemmConfig, entries
 from pallas_kernels.finalize import finalize
 from pallas_kernels.linear import FEW_TOKENS, linear
 from pallas_kernels.route_map import route_map
@@ -63,7 +63,11 @@ class LoweredKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a kernel compiled to. `spills` counts registers; `mfma` counts opcodes in the code, not in the run."""
+    """What a kernel compiled to. `spills` counts registers; `mfma` counts opcodes in the code, not in the run.
+
+    loop_mfma: matrix instructions of the main loop (the innermost with most of them). bytes_per_mfma: what a wave loads
+    from memory for each of those.
+    """
 
     case: str
     kernel: str
@@ -75,6 +79,8 @@ class Report:
     scratch_bytes: int
     lds_bytes: int
     occupancy: int
+    loop_mfma: int
+    bytes_per_mfma: float
     mfma: dict[str, int]
 
 
@@ -82,32 +88,9 @@ def cases(target: str) -> Iterator[AotCase]:
     """One case for each kernel, dtype and entry of the target's table of tiles."""
     shape = jax.ShapeDtypeStruct
     for number, entry in enumerate(entries(target)):
-        block_rows = entry.config.block_rows
-        routes_count = _E * block_rows
-        tokens = shape((routes_count // _K, _K), jnp.int32)
-        routes = jax.eval_shape(
-            lambda ids, rows=block_rows: route_map(ids, num_experts=_E, block_rows=rows, implementation="xla"), tokens
-        )
-        widths = _WIDTHS if entry.h is None or entry.f is None else ((entry.h, entry.f),)
-        for h, f in widths:
-            config = entry.config.fit(h=h, f=f)
-            what = f"{entry.dtype} H={h} F={f}, entry {number}, blocks of {block_rows}"
-            yield AotCase(
-                f"gate_up {what}",
-                lambda x, w, r, tile=config.gate_up: expert_gemm.gate_up(
-                    x, w, r, routes_per_token=_K, implementation="pallas", tile=tile, interpret=False
-                ),
-                (shape((routes_count // _K, h), entry.dtype), shape((_E, 2 * f, h), entry.dtype), routes),
-                _MFMA[entry.dtype],
-            )
-            yield AotCase(
-                f"down {what}",
-                lambda a, w, r, tile=config.down: expert_gemm.down(
-                    a, w, r, implementation="pallas", tile=tile, interpret=False
-                ),
-                (shape((routes_count, f), entry.dtype), shape((_E, h, f), entry.dtype), routes),
-                _MFMA[entry.dtype],
-            )
+        yield from _gemm_cases(f"entry {number}", entry, entry.config)
+        if entry.config.crowded is not None:
+            yield from _gemm_cases(f"entry {number} crowded", entry, entry.config.crowded)
     for block_rows in sorted({entry.config.block_rows for entry in entries(target)}):
         yield AotCase(
             f"route_map blocks of {block_rows}",
@@ -145,6 +128,35 @@ def cases(target: str) -> Iterator[AotCase]:
                 logits, bias, routes_per_token=_K, scoring=scoring, implementation="pallas", interpret=False
             ),
             (shape((512, _E), jnp.float32), shape((_E,), jnp.float32)),
+        )
+
+
+def _gemm_cases(name: str, entry: Entry, config: GemmConfig) -> Iterator[AotCase]:
+    shape = jax.ShapeDtypeStruct
+    block_rows, dtype = config.block_rows, entry.dtype
+    routes_count = _E * block_rows
+    routes = jax.eval_shape(
+        lambda ids: route_map(ids, num_experts=_E, block_rows=block_rows, implementation="xla"),
+        shape((routes_count // _K, _K), jnp.int32),
+    )
+    for h, f in _WIDTHS if entry.h is None or entry.f is None else ((entry.h, entry.f),):
+        fitted = config.fit(h=h, f=f)
+        what = f"{dtype} H={h} F={f}, {name}, blocks of {block_rows}"
+        yield AotCase(
+            f"gate_up {what}",
+            lambda x, w, r, tile=fitted.gate_up: expert_gemm.gate_up(
+                x, w, r, routes_per_token=_K, implementation="pallas", tile=tile, interpret=False
+            ),
+            (shape((routes_count // _K, h), dtype), shape((_E, 2 * f, h), dtype), routes),
+            _MFMA[dtype],
+        )
+        yield AotCase(
+            f"down {what}",
+            lambda a, w, r, tile=fitted.down: expert_gemm.down(
+                a, w, r, implementation="pallas", tile=tile, interpret=False
+            ),
+            (shape((routes_count, f), dtype), shape((_E, h, f), dtype), routes),
+            _MFMA[dtype],
         )
 
 
@@ -196,14 +208,18 @@ def check(targets: Sequence[str]) -> list[tuple[Report, list[str]]]:
     checked = []
     for name in targets:
         target = find_target(name)
-        kernels, wanted = [], []
-        for case in cases(name):
-            for kernel in lower(case, target):
-                kernels.append(kernel)
-                wanted.append(case.mfma)
-        reports = compile_kernels(kernels, target)
-        checked += [(report, faults(report, mfma)) for report, mfma in zip(reports, wanted, strict=True)]
+        lowered = [(kernel, case.mfma) for case in cases(name) for kernel in lower(case, target)]
+        # Entries share tiles: what has the same code is compiled once.
+        distinct = {_code(kernel): kernel for kernel, _ in lowered}
+        compiled = dict(zip(distinct, compile_kernels(distinct.values(), target), strict=True))
+        for kernel, mfma in lowered:
+            report = dataclasses.replace(compiled[_code(kernel)], case=kernel.case)
+            checked.append((report, faults(report, mfma)))
     return checked
+
+
+def _code(kernel: LoweredKernel) -> tuple[str, int, int]:
+    return kernel.ir, kernel.num_warps, kernel.num_stages
 
 
 def _triton_calls(operation: Any) -> Iterator[Any]:

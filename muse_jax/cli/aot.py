@@ -45,7 +45,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(report) | {"faults": faults} for report, faults in checked], indent=2))
     else:
-        columns = ("target", "case", "kernel", "warps", "VGPRs", "spills", "LDS", "occupancy", "MFMA", "faults")
+        columns = (
+            "target",
+            "case",
+            "kernel",
+            "warps",
+            "VGPRs",
+            "spills",
+            "LDS",
+            "occupancy",
+            "MFMA",
+            "MFMA in loop",
+            "bytes/MFMA",
+            "faults",
+        )
         print_table(columns, [_row(report, faults) for report, faults in checked])
     return int(any(faults for _, faults in checked))
 
@@ -61,5 +74,7 @@ def _row(report: aot.Report, faults: list[str]) -> tuple[str, ...]:
         str(report.lds_bytes),
         str(report.occupancy),
         ", ".join(f"{count} {opcode}" for opcode, count in report.mfma.items()) or "-",
+        str(report.loop_mfma),
+        f"{report.bytes_per_mfma:.0f}",
         "; ".join(faults) or "none",
     )

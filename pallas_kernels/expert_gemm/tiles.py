@@ -28,6 +28,7 @@ from pallas_kernels.target import TARGETS, current_architecture
 
 TABLES = Path(__file__).parent / "tuned"
 TILES_VARIABLE = "MUSE_JAX_TILES"
+UNTIMED = "untimed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,11 @@ class GemmConfig:
     """What both kernels need to agree on, and where it comes from.
 
     block_rows: rows a block holds: a power of two, or a multiple of 64 that is multiplied as powers of two (192 is 128
-      and 64). Products of fewer than 64 rows take other matrix instructions on NVIDIA, and one loop with both kinds gave
+      and 64). Products of fewer than 64 rows take other matrix instructions on NVIDIA, and a loop with both kinds gave
       wrong sums on an H200 (144 as 128 and 16).
     crowded, crowded_from: another configuration, in launches of its own, for experts with so many rows or more: when
       routes crowd on a few experts, blocks that suit the mean would read those experts' weights over and over.
-    timed: the device, versions and date it was timed with; None for one that was only compiled.
+    timed: the device, versions and date it was timed with, or UNTIMED for one that was only compiled.
     why: the reason for the choice, where it is not a timing.
     """
 
@@ -78,7 +79,7 @@ class GemmConfig:
     down: Tile
     crowded: GemmConfig | None = None
     crowded_from: int | None = None
-    timed: str | None = None
+    timed: str = UNTIMED
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -166,17 +167,22 @@ def choose_config(
 def entries(target: str) -> tuple[Entry, ...]:
     """Every entry for `target`, the user's own file first."""
     own = os.environ.get(TILES_VARIABLE)
-    found = _read(Path(own), target, None) if own else ()
-    return found + _read(TABLES / f"{target}.json", target, target)
+    found_for, found = read_table(Path(own)) if own else (target, ())
+    return (found if found_for == target else ()) + _project_table(target)
 
 
 @functools.cache
-def _read(path: Path, target: str, expected: str | None) -> tuple[Entry, ...]:
+def _project_table(target: str) -> tuple[Entry, ...]:
+    return read_table(TABLES / f"{target}.json")[1]
+
+
+def read_table(path: Path) -> tuple[str, tuple[Entry, ...]]:
+    """(target, entries) of a file. Raises ValueError, naming it, for one that is not a table."""
     try:
         table = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no table of tiles: {error}; `muse-jax bench --tune FILE` writes one") from None
-    return read_entries(table, str(path)) if table.get("target") == target or expected else ()
+    return table.get("target"), read_entries(table, str(path))
 
 
 def read_entries(table: Mapping[str, Any], source: str) -> tuple[Entry, ...]:

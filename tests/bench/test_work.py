@@ -47,7 +47,7 @@ def test_command(capsys):
     }
     assert all(time["error"] < 2e-6 for time in found["times"] if time["path"] == "xla")
     assert all(time["ratio"] == pytest.approx(time["rows_us"] / time["floor_us"]) for time in found["times"])
-    assert found["notes"][0] == "tokamax at T=1: tokamax is not installed"
+    assert found["notes"][0] == "tokamax: tokamax is not installed"
 
 
 def test_bad_input(capsys):
