@@ -26,22 +26,17 @@ from pallas_kernels.route_map import UNUSED, RouteMap
 
 
 def _block_and_column(tile: Tile, blocks: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """This program's row block and column tile: `tile.group` row blocks share a column tile before the next one.
-
-    Blocks are taken from `tile.ways` places of the map in turn. One past the last is no block's.
-    """
+    """This program's row block and column tile: `tile.group` row blocks share a column tile before the next one."""
     program = pl.program_id(0)
     column_tiles = pl.cdiv(columns, tile.cols)
+    if tile.group == 1:
+        return program // column_tiles, program % column_tiles
     span = tile.group * column_tiles
     within = program % span
-    position = program // span * tile.group + within % tile.group
-    stride = pl.cdiv(blocks, tile.ways)
-    block = position % tile.ways * stride + position // tile.ways
-    return jnp.where(position < stride * tile.ways, block, blocks), within // tile.group
+    return program // span * tile.group + within % tile.group, within // tile.group
 
 
 def _grid(tile: Tile, blocks: int, columns: int) -> tuple[int]:
-    blocks = pl.cdiv(blocks, tile.ways) * tile.ways
     return (pl.cdiv(blocks, tile.group) * tile.group * pl.cdiv(columns, tile.cols),)
 
 

@@ -36,8 +36,6 @@ class Tile:
     """One kernel's tile: `cols` output columns, `depth` of the contraction a step, and how it is compiled.
 
     group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
-    ways: places of the route map that blocks are taken from in turn, so that an expert with many rows, which is bound by
-      operations, runs beside experts with few, which are bound by memory.
     tails: row counts below the block's for which there is code of its own: a block runs with the first that holds its
       live rows. Ascending.
     """
@@ -47,7 +45,6 @@ class Tile:
     num_warps: int
     num_stages: int
     group: int = 1
-    ways: int = 1
     tails: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -62,9 +59,6 @@ class Tile:
     def sizes(self, block_rows: int) -> tuple[int, ...]:
         """The row counts that there is code for, the whole block's last."""
         return (*(tail for tail in self.tails if tail < block_rows), block_rows)
-
-
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(Tile)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +99,7 @@ class GemmConfig:
         found: dict[str, Any] = {"block_rows": self.block_rows}
         for kernel in ("gate_up", "down"):
             tile = dataclasses.asdict(getattr(self, kernel))
-            found[kernel] = {name: value for name, value in tile.items() if value != _DEFAULTS.get(name)}
+            found[kernel] = {name: value for name, value in tile.items() if value != ()}
         if self.crowded is not None:
             found |= {"crowded_from": self.crowded_from, "crowded": self.crowded.to_json()}
         return found | {name: value for name in ("timed", "why") if (value := getattr(self, name))}

@@ -114,7 +114,7 @@ def test_block_sizes(block_rows: int, tails: tuple[int, ...]) -> None:
     case = Case("sizes", len(ids), 1, len(counts), 72, 40)
     x, _, gate_up, down = problem(case, "bfloat16")
     ids = jnp.asarray(ids[:, None])
-    tile = expert_gemm.Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=4, ways=3, tails=tails)
+    tile = expert_gemm.Tile(cols=64, depth=64, num_warps=4, num_stages=2, group=4, tails=tails)
     routes = route_map(ids, num_experts=case.experts, block_rows=block_rows, implementation="pallas")
     activation = expert_gemm.gate_up(x, gate_up, routes, routes_per_token=1, implementation="pallas", tile=tile)
     rows = expert_gemm.down(activation, down, routes, implementation="pallas", tile=tile).reshape(*ids.shape, -1)
