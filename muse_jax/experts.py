@@ -2,7 +2,8 @@
 
     activation[t, k]  = swiglu(expert_input[t] @ gate_e.T, expert_input[t] @ up_e.T)      e = topk_ids[t, k]
     expert_rows[t, k] = activation[t, k] @ down_e.T
-A masked route (an id outside 0..E-1) has a row of exact zeros.
+A masked route (an id outside 0..E-1) has a row of exact zeros. Where gate_up and down are quantized, both products read
+quantized rows too: expert_input quantized once a token, activation once a route (`muse_jax.quantization.inputs`).
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from muse_jax.quantization.array import QuantizedArray
+from muse_jax.quantization.inputs import ActivationRule, check_rule, quantized_input
 from pallas_kernels import expert_gemm
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.expert_gemm import Tile, choose_config, xla_block_rows
+from pallas_kernels.expert_gemm import Tile, choose_config, quantized, xla_block_rows
+from pallas_kernels.expert_gemm.quantized import Codes
 from pallas_kernels.route_map import Counts, RouteMap, route_map
 
 
 def expert_rows(
     expert_input: Float[Array, "T H"],
     topk_ids: Int32[Array, "T K"],
-    gate_up: Float[Array, "E F2 H"],
-    down: Float[Array, "E H F"],
+    gate_up: Float[Array, "E F2 H"] | QuantizedArray,
+    down: Float[Array, "E H F"] | QuantizedArray,
     *,
     spread_over: int | None = None,
+    activation_rule: ActivationRule | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T K F"], Float[Array, "T K H"]]:
     """(activation, expert_rows) in the dtype of expert_input. Activations of masked routes are undefined.
@@ -37,45 +41,55 @@ def expert_rows(
       gate_up: gate rows 0..F-1 then up rows F..2F-1 of each expert.
       down: down projection of each expert.
       spread_over: experts that the routes go to, where more than these E; it only sizes the blocks.
+      activation_rule: how inputs of MXFP4 experts are quantized; None is "even". FP8 experts have theirs in the weight.
       implementation: "pallas" (interpreted on a CPU), "xla", or None for the best here.
     """
-    num_experts, h, f = down.shape
+    num_experts, h, f = _shape(down)
     tokens = topk_ids.shape[0]
-    if gate_up.shape != (num_experts, 2 * f, h) or expert_input.shape != (tokens, h):
+    if _shape(gate_up) != (num_experts, 2 * f, h) or expert_input.shape != (tokens, h):
         raise ValueError(
-            f"expert_input is {expert_input.shape}, topk_ids {topk_ids.shape}, gate_up {gate_up.shape}, "
-            f"down {down.shape}; expected [T, H], [T, K], [E, 2F, H], [E, H, F]"
+            f"expert_input is {expert_input.shape}, topk_ids {topk_ids.shape}, gate_up {_shape(gate_up)}, "
+            f"down {_shape(down)}; expected [T, H], [T, K], [E, 2F, H], [E, H, F]"
         )
-    plan = _plan(topk_ids, expert_input.dtype, down.shape, spread_over, implementation)
-    activation = _activation(expert_input, topk_ids, gate_up, plan)
-    return activation, _rows(activation, down, plan)
+    plan = _plan(topk_ids, down, (num_experts, h, f), spread_over, implementation)
+    activation = _activation(expert_input, topk_ids, gate_up, plan, activation_rule)
+    return activation, _rows(activation, down, plan, activation_rule)
 
 
 def expert_activation(
     expert_input: Float[Array, "T H"],
     topk_ids: Int32[Array, "T K"],
-    gate_up: Float[Array, "E F2 H"],
+    gate_up: Float[Array, "E F2 H"] | QuantizedArray,
     *,
     spread_over: int | None = None,
+    activation_rule: ActivationRule | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T K F"]:
     """The first half of `expert_rows`."""
-    num_experts, two_f, h = gate_up.shape
-    plan = _plan(topk_ids, expert_input.dtype, (num_experts, h, two_f // 2), spread_over, implementation)
-    return _activation(expert_input, topk_ids, gate_up, plan)
+    num_experts, two_f, h = _shape(gate_up)
+    plan = _plan(topk_ids, gate_up, (num_experts, h, two_f // 2), spread_over, implementation)
+    return _activation(expert_input, topk_ids, gate_up, plan, activation_rule)
 
 
 def down_rows(
     activation: Float[Array, "T K F"],
     topk_ids: Int32[Array, "T K"],
-    down: Float[Array, "E H F"],
+    down: Float[Array, "E H F"] | QuantizedArray,
     *,
     spread_over: int | None = None,
+    activation_rule: ActivationRule | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T K H"]:
     """The second half of `expert_rows`, of as many tokens as are given."""
-    plan = _plan(topk_ids, activation.dtype, down.shape, spread_over, implementation)
-    return _rows(activation, down, plan)
+    plan = _plan(topk_ids, down, _shape(down), spread_over, implementation)
+    return _rows(activation, down, plan, activation_rule)
+
+
+def _shape(weight: Array | QuantizedArray) -> tuple[int, ...]:
+    """[E, out, in]; the values of a quantized weight may hold an expert more, which nothing reads."""
+    if isinstance(weight, QuantizedArray):
+        return (weight.scales.shape[0], *weight.shape[1:])
+    return weight.shape
 
 
 class _Launch(NamedTuple):
@@ -95,7 +109,7 @@ class _Plan(NamedTuple):
 
 def _plan(
     topk_ids: Array,
-    dtype: DTypeLike,
+    weight: Array | QuantizedArray,
     down_shape: tuple[int, ...],
     spread_over: int | None,
     implementation: Implementation | None,
@@ -106,7 +120,8 @@ def _plan(
     make_map = functools.partial(route_map, topk_ids, num_experts=num_experts, implementation=implementation)
     if implementation == "xla":
         return _Plan("xla", (_Launch(make_map(block_rows=xla_block_rows(rows_per_expert)), None, None),))
-    config = choose_config(rows_per_expert, dtype, experts=num_experts, h=h, f=f)
+    kind = weight.format if isinstance(weight, QuantizedArray) else weight.dtype
+    config = choose_config(rows_per_expert, kind, experts=num_experts, h=h, f=f)
     crowded = config.crowded
     # No expert has more rows than there are tokens.
     if crowded is None or config.crowded_from is None or topk_ids.shape[0] < config.crowded_from:
@@ -121,33 +136,51 @@ def _plan(
     )
 
 
-def _activation(expert_input: Array, topk_ids: Array, gate_up: Array, plan: _Plan) -> Array:
+def _activation(
+    expert_input: Array,
+    topk_ids: Array,
+    gate_up: Array | QuantizedArray,
+    plan: _Plan,
+    rule: ActivationRule | None,
+) -> Array:
     tokens, routes_per_token = topk_ids.shape
-
-    def run(launch: _Launch, into: Array | None) -> Array:
-        return expert_gemm.gate_up(
-            expert_input,
-            gate_up,
-            launch.routes,
-            routes_per_token=routes_per_token,
-            implementation=plan.implementation,
-            tile=launch.gate_up,
-            into=into,
+    common = {"routes_per_token": routes_per_token, "implementation": plan.implementation}
+    if isinstance(gate_up, QuantizedArray):
+        # Once a token, before it goes to its K experts.
+        inputs = quantized_input(expert_input, gate_up, rule)
+        weight = Codes(values=gate_up.values, scales=gate_up.scales)
+        run = lambda launch, into: quantized.gate_up(
+            inputs, weight, launch.routes, out_dtype=expert_input.dtype, tile=launch.gate_up, into=into, **common
         )
-
+    else:
+        check_rule(rule, gate_up)
+        run = lambda launch, into: expert_gemm.gate_up(
+            expert_input, gate_up, launch.routes, tile=launch.gate_up, into=into, **common
+        )
     flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
 
 
-def _rows(activation: Array, down: Array, plan: _Plan) -> Array:
+def _rows(activation: Array, down: Array | QuantizedArray, plan: _Plan, rule: ActivationRule | None) -> Array:
     tokens, routes_per_token, f = activation.shape
     rows = activation.reshape(tokens * routes_per_token, f)
-
-    def run(launch: _Launch, into: Array | None) -> Array:
-        return expert_gemm.down(
+    if isinstance(down, QuantizedArray):
+        inputs = quantized_input(rows, down, rule)
+        weight = Codes(values=down.values, scales=down.scales)
+        run = lambda launch, into: quantized.down(
+            inputs,
+            weight,
+            launch.routes,
+            out_dtype=rows.dtype,
+            implementation=plan.implementation,
+            tile=launch.down,
+            into=into,
+        )
+    else:
+        check_rule(rule, down)
+        run = lambda launch, into: expert_gemm.down(
             rows, down, launch.routes, implementation=plan.implementation, tile=launch.down, into=into
         )
-
     flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
 

@@ -6,7 +6,11 @@ The CPU shows itself as eight devices, so that meshes can be tested; what names 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Most of a test's time is compiling: LLVM is asked for plain code.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+).strip()
 
 import jax
 

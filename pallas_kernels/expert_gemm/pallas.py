@@ -50,7 +50,7 @@ def _parts(size: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, columns: int, multiply, clear=None):
+def for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, columns: int, multiply, clear=None):
     """Run this program's share: `multiply(rows, start, expert)` with as many rows as its block needs.
 
     `rows` is a list, one array a power of two; `start` is the first of its `tile.cols` columns. `clear(rows, start)` is
@@ -77,7 +77,7 @@ def _for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, c
         pl.when(~is_expert & (group != UNUSED))(lambda: clear(rows(block_rows), start))
 
 
-def _steps(tile: Tile, depth: int, columns: int, rows):
+def steps_of(tile: Tile, depth: int, columns: int, rows):
     """Steps of `tile.depth` that cover the contraction: a constant, but for masked loads a number only known in the
     run.
 
@@ -89,7 +89,7 @@ def _steps(tile: Tile, depth: int, columns: int, rows):
     return jnp.minimum(jnp.max(rows[0]) + steps, steps).astype(jnp.int32)
 
 
-def _store_rows(out_ref, rows, column, values):
+def store_rows(out_ref, rows, column, values):
     """Each row at its route's own place; rows past the array are empty."""
     routes, columns = out_ref.shape
     keep = (rows < routes)[:, None] & (column < columns)[None, :]
@@ -118,13 +118,13 @@ def _gate_up(x_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile, routes_p
             return [total + dot_rows(x, weight) for x, total in zip(xs, sums, strict=True)]
 
         zeros = [jnp.zeros((part.shape[0], 2 * tile.cols), jnp.float32) for part in rows]
-        sums = lax.fori_loop(0, _steps(tile, depth, f, rows), step, zeros)
+        sums = lax.fori_loop(0, steps_of(tile, depth, f, rows), step, zeros)
         for part, total in zip(rows, sums, strict=True):
             gate, up = lax.split(total.reshape(part.shape[0], tile.cols, 2), (1, 1), axis=2)
             values = swiglu(gate.reshape(gate.shape[:2]), up.reshape(up.shape[:2]), out_ref.dtype)
-            _store_rows(out_ref, part, start + jnp.arange(tile.cols), values)
+            store_rows(out_ref, part, start + jnp.arange(tile.cols), values)
 
-    _for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
+    for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
 
 def _down(activation_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile):
@@ -145,16 +145,16 @@ def _down(activation_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile):
             return [total + dot_rows(a, weight) for a, total in zip(activations, totals, strict=True)]
 
         zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
-        totals = lax.fori_loop(0, _steps(tile, depth, h, rows), step, zeros)
+        totals = lax.fori_loop(0, steps_of(tile, depth, h, rows), step, zeros)
         for part, total in zip(rows, totals, strict=True):
-            _store_rows(out_ref, part, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
+            store_rows(out_ref, part, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
 
     def clear(rows, start):
         column = start + jnp.arange(tile.cols)
         for part in rows:
-            _store_rows(out_ref, part, column, jnp.zeros((part.shape[0], tile.cols), out_ref.dtype))
+            store_rows(out_ref, part, column, jnp.zeros((part.shape[0], tile.cols), out_ref.dtype))
 
-    _for_own_block(tile, rows_ref, group_ref, experts, routes, h, multiply, clear)
+    for_own_block(tile, rows_ref, group_ref, experts, routes, h, multiply, clear)
 
 
 def gate_up(
@@ -168,7 +168,8 @@ def gate_up(
 ) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
     kernel = functools.partial(_gate_up, tile=tile, routes_per_token=num_routes // x.shape[0])
-    return _call("muse_gate_up", kernel, x, weight, routes, (num_routes, weight.shape[1] // 2), tile, into, interpret)
+    out_shape = jax.ShapeDtypeStruct((num_routes, weight.shape[1] // 2), x.dtype)
+    return call_blocks("muse_gate_up", kernel, (x, weight), routes, out_shape, tile, into, interpret)
 
 
 def down(
@@ -181,18 +182,22 @@ def down(
 ) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
     kernel = functools.partial(_down, tile=tile)
-    shape = (activation.shape[0], weight.shape[1])
-    return _call("muse_down", kernel, activation, weight, routes, shape, tile, into, interpret)
+    out_shape = jax.ShapeDtypeStruct((activation.shape[0], weight.shape[1]), activation.dtype)
+    return call_blocks("muse_down", kernel, (activation, weight), routes, out_shape, tile, into, interpret)
 
 
-def _call(name, kernel, x, weight, routes, shape, tile, into, interpret):
+def call_blocks(name, kernel, arrays, routes, out_shape, tile, into, interpret):
+    """Run `kernel(*arrays, rows, group, [into,] out)` over the row blocks and column tiles of an output [R, columns].
+
+    into: the rows that the kernel does not store; its memory becomes the output's.
+    """
     return pallas_call(
         kernel,
-        grid=_grid(tile, routes.group.shape[0], shape[1]),
-        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        grid=_grid(tile, routes.group.shape[0], out_shape.shape[1]),
+        out_shape=out_shape,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpreted() if interpret is None else interpret,
         name=name,
-        aliases=None if into is None else {4: 0},
-    )(x, weight, routes.rows, routes.group, *(() if into is None else (into,)))
+        aliases=None if into is None else {len(arrays) + 2: 0},
+    )(*arrays, routes.rows, routes.group, *(() if into is None else (into,)))

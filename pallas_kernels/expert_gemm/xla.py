@@ -22,11 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats import round_to, swiglu, swiglu_gradient
 from pallas_kernels.route_map import RouteMap
 from pallas_kernels.varying import vary_together, zeros_like_all
+
+Decoder = Callable[[jax.Array], jax.Array]  # expert -> its weight [columns, depth] in float32
 
 _FULL_PRECISION = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _CACHED_BYTES = 2**18  # of one expert's weights that a CPU copies at a time
@@ -51,6 +54,30 @@ def down(activation: Float[Array, "R F"], weight: Float[Array, "E H F"], routes:
     """See `pallas_kernels.expert_gemm.down`."""
     gemm = _Gemm(routes_per_row=1, swiglu=False)
     return _multiply_blocks(gemm, *vary_together(activation, weight, *routes))
+
+
+def gate_up_decoded(
+    x: Float[Array, "T H"],
+    decode: Decoder,
+    shape: tuple[int, int],
+    routes: RouteMap,
+    num_routes: int,
+    dtype: DTypeLike,
+) -> Float[Array, "R F"]:
+    """`gate_up` in `dtype` with weights that are decoded when their block comes; shape: of all of them, (E, 2F)."""
+    gemm = _Gemm(routes_per_row=num_routes // x.shape[0], swiglu=True)
+    return _multiply_decoded(gemm, x, decode, (shape[0], shape[1] // 2), routes, dtype)
+
+
+def down_decoded(
+    activation: Float[Array, "R F"],
+    decode: Decoder,
+    shape: tuple[int, int],
+    routes: RouteMap,
+    dtype: DTypeLike,
+) -> Float[Array, "R H"]:
+    """`down` in `dtype` with weights that are decoded when their block comes; shape: of all of them, (E, H)."""
+    return _multiply_decoded(_Gemm(routes_per_row=1, swiglu=False), activation, decode, shape, routes, dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +126,31 @@ def _multiply_blocks(gemm: _Gemm, x: jax.Array, weight: jax.Array, rows: jax.Arr
         return out.at[own].set(gemm.finish(_one_expert(gather(own), weight, expert), x.dtype), mode="drop")
 
     return left.walk(step, out)
+
+
+def _multiply_decoded(
+    gemm: _Gemm,
+    x: jax.Array,
+    decode: Decoder,
+    shape: tuple[int, int],
+    routes: RouteMap,
+    dtype: DTypeLike,
+) -> jax.Array:
+    num_routes = x.shape[0] * gemm.routes_per_row
+    num_experts, columns = shape
+    rows, group = routes
+    used = (group >= 0) & (group < num_experts)
+    order = jnp.argsort(~used, stable=True)
+
+    def visit(i: jax.Array, out: jax.Array) -> jax.Array:
+        own, expert = rows[order[i]], group[order[i]]
+        inputs = x[jnp.minimum(own // gemm.routes_per_row, x.shape[0] - 1)]
+        weight = decode(expert)
+        product = lax.dot_general(inputs, weight, (((1,), (1,)), ((), ())), **_FULL_PRECISION)
+        return out.at[own].set(gemm.finish(product, dtype), mode="drop")
+
+    start = zeros_like_all((num_routes, columns), dtype, x, rows, group, decode(jnp.int32(0)))
+    return lax.fori_loop(0, jnp.sum(used), visit, start)
 
 
 def _forward(gemm: _Gemm, *args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

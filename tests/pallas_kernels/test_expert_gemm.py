@@ -8,15 +8,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from muse_jax.experts import expert_rows
+from muse_jax import experts
 from pallas_kernels import expert_gemm
 from pallas_kernels.route_map import UNUSED, Counts, route_map
+from tests.one_program import one_program
 from tests.pallas_kernels.cases import CASES, Case, row_error
 
 # Largest relative error of a row. float32: sums of up to 130 products in any order, 2^-24 each, with a wide margin.
 # bfloat16: the truth has the same roundings; what differs is a value that lay between two bfloat16 numbers (2^-8 of
 # it).
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
+
+
+expert_rows = one_program(experts.expert_rows)
 
 
 def problem(case: Case, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

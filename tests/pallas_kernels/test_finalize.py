@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.finalize import finalize
+from pallas_kernels import finalize as package
+from tests.one_program import one_program
 from tests.pallas_kernels.cases import CASES, Case, row_error
+
+finalize = one_program(package.finalize)
 
 # float32: a few roundings of 2^-24 on each of K terms; bfloat16: one rounding of the sum, at most 2^-8 of each element.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8}

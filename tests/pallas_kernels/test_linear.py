@@ -6,8 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import FEW_TOKENS, linear
+from pallas_kernels import linear as package
+from pallas_kernels.linear import FEW_TOKENS
+from tests.one_program import one_program
 from tests.pallas_kernels.cases import row_error
+
+linear = one_program(package.linear)
 
 # float32: sums of up to 200 products; bfloat16: one rounding, 2^-9 of the largest elements.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}

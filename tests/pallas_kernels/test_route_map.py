@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.route_map import UNUSED, RouteMap, max_blocks, route_map
+from pallas_kernels import route_map as package
+from pallas_kernels.route_map import UNUSED, RouteMap, max_blocks
+from tests.one_program import one_program
 from tests.pallas_kernels.cases import CASES, Case
+
+route_map = one_program(package.route_map)
 
 
 def check_map(ids: np.ndarray, experts: int, routes: RouteMap) -> None:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.router import route
+from pallas_kernels import router
+from tests.one_program import one_program
 
+route = one_program(router.route)
 MAX = np.finfo(np.float32).max
 
 

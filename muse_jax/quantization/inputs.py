@@ -1,0 +1,65 @@
+"""What a product with a quantized weight reads: rows as codes and scales, or as the numbers those stand for.
+
+    fp8      each row by its own scale, or in groups of 128 columns where the weight has scales of blocks, or all rows
+             by the weight's input_scale: codes and scales
+    mxfp4    "even", "floor", "rceil": rows quantized to MXFP4 by that rule and read back, exact in bfloat16
+             "w4a16": rows as they are
+Source: spec f.1, f.2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from muse_jax.quantization.array import QuantizedArray
+from pallas_kernels.expert_gemm.quantized import FP8_BLOCK, Codes
+from pallas_kernels.formats import E4M3_DTYPE, E4M3_LIMIT, FLOAT_INFINITY, Flavour, encode_e4m3, magnitude_bits
+from pallas_kernels.quantize import dequantize_mxfp4_rows, quantize_fp8_rows, quantize_mxfp4_rows
+
+ActivationRule = Literal["even", "floor", "rceil", "w4a16"]
+
+
+def check_rule(rule: str | None, weight: Array | QuantizedArray) -> None:
+    """Raises ValueError for a rule that does not exist, or one for a weight that has no choice of rules."""
+    if rule is None:
+        return
+    if rule not in get_args(ActivationRule):
+        raise ValueError(f"activation_rule is {rule!r}; expected one of {', '.join(get_args(ActivationRule))}")
+    if not isinstance(weight, QuantizedArray) or weight.format != "mxfp4":
+        held = weight.format if isinstance(weight, QuantizedArray) else weight.dtype
+        raise ValueError(f"activation_rule is {rule!r} and the experts are {held}; only MXFP4 experts have a rule")
+
+
+def quantized_input(
+    rows: Float[Array, "rows n"], weight: QuantizedArray, rule: ActivationRule | None = None
+) -> Codes | Float[Array, "rows n"]:
+    """The input of a product with `weight`: `Codes` for FP8, numbers in the dtype of rows for MXFP4.
+
+    rule: for MXFP4; None is "even", which is AMD Quark's.
+    """
+    check_rule(rule, weight)
+    if weight.format == "mxfp4":
+        if rule == "w4a16":
+            return rows
+        return dequantize_mxfp4_rows(*quantize_mxfp4_rows(rows, rule or "even")).astype(rows.dtype)
+    flavour: Flavour = "e4m3fn" if weight.values.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
+    if weight.input_scale is not None:
+        return _by_one_scale(rows, weight.input_scale, flavour)
+    group = FP8_BLOCK if weight.has_block_scales else None
+    values, scales = quantize_fp8_rows(rows, flavour, group=group)
+    return Codes(values=values, scales=scales)
+
+
+def _by_one_scale(rows: jax.Array, scale: jax.Array, flavour: Flavour) -> Codes:
+    """Rows times the reciprocal of one scale, as vLLM's static scheme has it; a row that is not finite is NaN."""
+    limit = E4M3_LIMIT[flavour]
+    numbers = rows.astype(jnp.float32)
+    codes = encode_e4m3(jnp.clip(numbers * (1.0 / scale), -limit, limit), flavour)
+    is_finite = jnp.max(magnitude_bits(numbers), axis=-1) < FLOAT_INFINITY
+    values = lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3_DTYPE[flavour])
+    return Codes(values=values, scales=jnp.where(is_finite, scale, jnp.nan))
