@@ -18,7 +18,7 @@ def load_tile(ref, row, column, *, column_limit: int | None, row_mask=None, lead
     if mask is None:
         return plt.load(where)
     mask = jnp.broadcast_to(mask, (row.shape[0], column.shape[0]))
-    return plt.load(where, mask=mask, other=0)
+    return plt.load(where, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
 
 
 def dot_rows(a, b):

@@ -26,8 +26,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 
 from pallas_kernels import expert_gemm
+from pallas_kernels.expert_gemm import Tile, quantized
+from pallas_kernels.expert_gemm.quantized import Codes
 from pallas_kernels.expert_gemm.tiles import Entry, GemmConfig, entries
 from pallas_kernels.finalize import finalize
+from pallas_kernels.formats import E4M3_DTYPE, MX_BLOCK
 from pallas_kernels.linear import FEW_TOKENS, linear
 from pallas_kernels.route_map import route_map
 from pallas_kernels.router import Scoring, route
@@ -37,7 +40,13 @@ _E, _K, _H = 256, 8, 4096
 # The full-size layer and one of eight tensor-parallel shards, for which the tables are; widths that no tile divides,
 # and small ones. A kernel's code depends on E, K and T in nothing but its offsets.
 _WIDTHS = ((_H, 4096), (_H, 512), (1000, 1000), (64, 96))
-_MFMA = {"bfloat16": r"v_mfma_f32_\d+x\d+x\d+_bf16", "float32": r"v_mfma_f32_\d+x\d+x\d+_f32"}
+_MX_WIDTHS = ((_H, 4096), (_H, 512), (160, 96))
+_MFMA = {
+    "bfloat16": r"v_mfma_f32_\d+x\d+x\d+_bf16",
+    "float32": r"v_mfma_f32_\d+x\d+x\d+_f32",
+    "fp8": r"v_mfma_\w*(fp8_fp8|f8f6f4)",
+    "mxfp4": r"v_mfma_f32_\d+x\d+x\d+_bf16",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +97,9 @@ def cases(target: str) -> Iterator[AotCase]:
     """One case for each kernel, dtype and entry of the target's table of tiles."""
     shape = jax.ShapeDtypeStruct
     for number, entry in enumerate(entries(target)):
-        yield from _gemm_cases(f"entry {number}", entry, entry.config)
+        yield from _gemm_cases(f"entry {number}", entry, entry.config, target)
         if entry.config.crowded is not None:
-            yield from _gemm_cases(f"entry {number} crowded", entry, entry.config.crowded)
+            yield from _gemm_cases(f"entry {number} crowded", entry, entry.config.crowded, target)
     for block_rows in sorted({entry.config.block_rows for entry in entries(target)}):
         yield AotCase(
             f"route_map blocks of {block_rows}",
@@ -99,14 +108,14 @@ def cases(target: str) -> Iterator[AotCase]:
             ),
             (shape((512, _K), jnp.int32),),
         )
-    for (dtype, mfma), (outputs, inputs) in itertools.product(
-        _MFMA.items(), ((4096, 8192), (8192, 4096), (1000, 1000))
+    for dtype, (outputs, inputs) in itertools.product(
+        ("bfloat16", "float32"), ((4096, 8192), (8192, 4096), (1000, 1000))
     ):
         yield AotCase(
             f"linear {dtype} {inputs} to {outputs}",
             lambda x, w: linear(x, w, implementation="pallas", interpret=False),
             (shape((FEW_TOKENS, inputs), dtype), shape((outputs, inputs), dtype)),
-            mfma,
+            _MFMA[dtype],
         )
     for rows_dtype, out_dtype in (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")):
         yield AotCase(
@@ -131,7 +140,7 @@ def cases(target: str) -> Iterator[AotCase]:
         )
 
 
-def _gemm_cases(name: str, entry: Entry, config: GemmConfig) -> Iterator[AotCase]:
+def _gemm_cases(name: str, entry: Entry, config: GemmConfig, target: str) -> Iterator[AotCase]:
     shape = jax.ShapeDtypeStruct
     block_rows, dtype = config.block_rows, entry.dtype
     routes_count = _E * block_rows
@@ -139,25 +148,48 @@ def _gemm_cases(name: str, entry: Entry, config: GemmConfig) -> Iterator[AotCase
         lambda ids: route_map(ids, num_experts=_E, block_rows=block_rows, implementation="xla"),
         shape((routes_count // _K, _K), jnp.int32),
     )
-    for h, f in _WIDTHS if entry.h is None or entry.f is None else ((entry.h, entry.f),):
+    widths = _MX_WIDTHS if dtype == "mxfp4" else _WIDTHS
+    for h, f in widths if entry.h is None or entry.f is None else ((entry.h, entry.f),):
         fitted = config.fit(h=h, f=f)
         what = f"{dtype} H={h} F={f}, {name}, blocks of {block_rows}"
-        yield AotCase(
-            f"gate_up {what}",
-            lambda x, w, r, tile=fitted.gate_up: expert_gemm.gate_up(
-                x, w, r, routes_per_token=_K, implementation="pallas", tile=tile, interpret=False
-            ),
-            (shape((routes_count // _K, h), dtype), shape((_E, 2 * f, h), dtype), routes),
-            _MFMA[dtype],
+        first, second = (
+            _operands(routes_count // _K, 2 * f, h, dtype, target),
+            _operands(routes_count, h, f, dtype, target),
         )
-        yield AotCase(
-            f"down {what}",
-            lambda a, w, r, tile=fitted.down: expert_gemm.down(
-                a, w, r, implementation="pallas", tile=tile, interpret=False
-            ),
-            (shape((routes_count, f), dtype), shape((_E, h, f), dtype), routes),
-            _MFMA[dtype],
-        )
+        yield AotCase(f"gate_up {what}", _gate_up_call(dtype, fitted.gate_up), (*first, routes), _MFMA[dtype])
+        yield AotCase(f"down {what}", _down_call(dtype, fitted.down), (*second, routes), _MFMA[dtype])
+
+
+def _operands(rows: int, outputs: int, inputs: int, dtype: str, target: str) -> tuple[Any, Any]:
+    """The shapes of a GEMM's input [rows, inputs] and of its weight [E, outputs, inputs]."""
+    shape = jax.ShapeDtypeStruct
+    if dtype == "fp8":
+        code = E4M3_DTYPE[find_target(target).fp8]
+        x = Codes(values=shape((rows, inputs), code), scales=shape((rows,), jnp.float32))
+        weight = Codes(values=shape((_E, outputs, inputs), code), scales=shape((_E, outputs), jnp.float32))
+        return x, _held(weight)
+    if dtype == "mxfp4":
+        values, scales = (shape((_E, outputs, inputs // each), jnp.uint8) for each in (2, MX_BLOCK))
+        return shape((rows, inputs), jnp.bfloat16), _held(Codes(values=values, scales=scales))
+    return shape((rows, inputs), dtype), shape((_E, outputs, inputs), dtype)
+
+
+def _held(weight: Codes) -> Codes:
+    return dataclasses.replace(weight, values=jax.eval_shape(quantized.hold, weight.values))
+
+
+def _gate_up_call(dtype: str, tile: Tile) -> Callable[..., Any]:
+    options: dict[str, Any] = {"implementation": "pallas", "tile": tile, "interpret": False, "routes_per_token": _K}
+    if dtype in ("fp8", "mxfp4"):
+        return lambda x, w, r: quantized.gate_up(x, w, r, out_dtype=jnp.bfloat16, **options)
+    return lambda x, w, r: expert_gemm.gate_up(x, w, r, **options)
+
+
+def _down_call(dtype: str, tile: Tile) -> Callable[..., Any]:
+    options: dict[str, Any] = {"implementation": "pallas", "tile": tile, "interpret": False}
+    if dtype in ("fp8", "mxfp4"):
+        return lambda a, w, r: quantized.down(a, w, r, out_dtype=jnp.bfloat16, **options)
+    return lambda a, w, r: expert_gemm.down(a, w, r, **options)
 
 
 def lower(case: AotCase, target: Target) -> list[LoweredKernel]:

@@ -36,14 +36,18 @@ def _fp8_sums(
     """[rows, weight rows] float32 of each part of the block, scales applied."""
     depth = weight_ref.shape[2]
     has_blocks = len(scale_ref.shape) == 3
+    # Pallas cannot make the zeros of a masked load in E4M3FNUZ, so those codes come as bytes.
+    codes = lambda tile: lax.bitcast_convert_type(tile, jnp.float8_e4m3fnuz) if tile.dtype == jnp.uint8 else tile
     depth_limit = None if depth % tile.depth == 0 else depth
 
     def step(i, sums):
         d = i * tile.depth + jnp.arange(tile.depth)
-        weight = load_tile(weight_ref, weight_row, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
+        weight = codes(
+            load_tile(weight_ref, weight_row, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
+        )
         found = []
         for row, total in zip(inputs, sums, strict=True):
-            part = _dot(load_tile(x_ref, row, d, column_limit=depth_limit), weight)
+            part = _dot(codes(load_tile(x_ref, row, d, column_limit=depth_limit)), weight)
             if has_blocks:
                 block = i * tile.depth // _FP8_BLOCK
                 part = part * plt.load(x_scale_ref.at[row, block])[:, None]
@@ -179,12 +183,16 @@ def _inputs(x, weight):
     """(the two arrays that a kernel reads its input from, what multiplies them)."""
     if weight.is_mxfp4:
         return (x[:, 0::2], x[:, 1::2]), _mxfp4_sums
-    return (x.values, x.scales), _fp8_sums
+    return (_bytes_of_fnuz(x.values), x.scales), _fp8_sums
+
+
+def _bytes_of_fnuz(values: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype == jnp.float8_e4m3fnuz else values
 
 
 def _call(name, kernel, inputs, weight, routes, shape, dtype, tile, into, interpret):
     kind = "mxfp4" if weight.is_mxfp4 else "fp8"
-    arrays = (*inputs, weight.values, weight.scales)
+    arrays = (*inputs, _bytes_of_fnuz(weight.values), weight.scales)
     return call_blocks(
         f"{name}_{kind}", kernel, arrays, routes, jax.ShapeDtypeStruct(shape, dtype), tile, into, interpret
     )
