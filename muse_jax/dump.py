@@ -21,6 +21,7 @@ from muse_jax.checkpoint import QuantizedWeight
 from muse_jax.config import MuseConfig
 from muse_jax.moe import MuseMoE
 from muse_jax.parallel import ShardedMoE
+from muse_jax.quantization.inputs import ActivationRule
 from muse_jax.reference import PROFILES, BlockSettings, run_block
 from muse_jax.schedule import Schedule
 
@@ -69,7 +70,7 @@ def compute_boundaries(
     profile: str | None = None,
     mesh: Mesh | None = None,
     schedule: Schedule | None = None,
-    activation_rule: str | None = None,
+    activation_rule: ActivationRule | None = None,
 ) -> dict[str, np.ndarray]:
     """Every boundary of a block for x [T, D], as numpy arrays in the dtypes a dump file holds.
 
@@ -85,8 +86,8 @@ def compute_boundaries(
       activation_rule: how inputs of MXFP4 experts are quantized: "even", "floor", "rceil", or "w4a16" for not at all;
         None is "even".
 
-    Raises ValueError for what does not fit together, and for quantized experts by another implementation than the
-    reference.
+    Raises ValueError for what does not fit together, and for quantized experts over a mesh by another implementation
+    than the reference.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}")
@@ -111,14 +112,16 @@ def compute_boundaries(
             reduce_dtype=reduce_dtype,
         )
         return {name: v.astype(np.float32) if v.dtype == np.float64 else v for name, v in found.items()}
-    if activation_rule is not None or isinstance(weights["gate_up"], QuantizedWeight):
-        raise ValueError(
-            f"implementation is {implementation or 'the default'} and the experts are quantized or an activation_rule "
-            "is given; only --implementation reference computes those"
-        )
     if mesh is None:
-        moe = MuseMoE.from_weights(config, weights, dtype=DTYPES[dtype], implementation=implementation)
+        moe = MuseMoE.from_weights(
+            config, weights, dtype=DTYPES[dtype], activation_rule=activation_rule, implementation=implementation
+        )
     else:
+        if activation_rule is not None or isinstance(weights["gate_up"], QuantizedWeight):
+            raise ValueError(
+                "a mesh is given and the experts are quantized or an activation_rule is; over a mesh only "
+                "--implementation reference computes those"
+            )
         moe = ShardedMoE.from_weights(
             config, weights, mesh, dtype=DTYPES[dtype], schedule=schedule, implementation=implementation
         )

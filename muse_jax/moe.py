@@ -9,7 +9,7 @@ One device; `muse_jax.parallel` runs the same block over a mesh.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from muse_jax.block import before_experts, combine, normed_rows, project
+from muse_jax.checkpoint import QuantizedWeight, to_fnuz
 from muse_jax.config import MuseConfig
 from muse_jax.experts import expert_rows
+from muse_jax.quantization.array import Format, QuantizedArray
+from muse_jax.quantization.inputs import ActivationRule, check_rule
 from muse_jax.router import choose_experts, router_logits
 from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.expert_gemm.quantized import hold
+from pallas_kernels.target import current_target
 
 _INIT = nnx.initializers.normal(stddev=0.02)
 
@@ -50,7 +55,11 @@ class MuseRouter(nnx.Module):
 
 
 class MuseExperts(nnx.Module):
-    """The routed experts: `gate_up` [E, 2F, H] and `down` [E, H, F]; returns unweighted rows."""
+    """The routed experts: `gate_up` [E, 2F, H] and `down` [E, H, F]; returns unweighted rows.
+
+    Quantized experts hold codes there (`muse_jax.quantization.QuantizedArray`'s values) and their scales in
+    `gate_up_scales` and `down_scales`; `hold` takes them in, `weight` gives them back.
+    """
 
     def __init__(
         self,
@@ -64,13 +73,45 @@ class MuseExperts(nnx.Module):
         e, h, f = config.num_experts, config.latent_width, config.expert_width
         self.gate_up = nnx.Param(_INIT(rngs.params(), (e, 2 * f, h), dtype))
         self.down = nnx.Param(_INIT(rngs.params(), (e, h, f), dtype))
+        self.format: Format | None = None
+        self.activation_rule: ActivationRule | None = None
+
+    def hold(self, gate_up: QuantizedArray, down: QuantizedArray, activation_rule: ActivationRule | None) -> None:
+        """Hold quantized weights instead; activation_rule is how MXFP4 experts have their inputs quantized."""
+        if gate_up.format != down.format:
+            raise ValueError(f"gate_up is {gate_up.format} and down {down.format}; expected one format")
+        check_rule(activation_rule, gate_up)
+        self.format, self.activation_rule = gate_up.format, activation_rule
+        self.gate_up, self.gate_up_scales = nnx.Param(hold(gate_up.values)), nnx.Param(gate_up.scales)
+        self.down, self.down_scales = nnx.Param(hold(down.values)), nnx.Param(down.scales)
+        if gate_up.input_scale is not None and down.input_scale is not None:
+            self.gate_up_input_scale = nnx.Param(gate_up.input_scale)
+            self.down_input_scale = nnx.Param(down.input_scale)
+
+    def weight(self, name: Literal["gate_up", "down"]) -> jax.Array | QuantizedArray:
+        """The named weight as the functions of `muse_jax.experts` take it."""
+        values = getattr(self, name)[...]
+        if self.format is None:
+            return values
+        input_scale = getattr(self, f"{name}_input_scale", None)
+        return QuantizedArray(
+            values=values,
+            scales=getattr(self, f"{name}_scales")[...],
+            format=self.format,
+            input_scale=None if input_scale is None else input_scale[...],
+        )
 
     def __call__(
         self, expert_input: Float[Array, "T H"], topk_ids: Int32[Array, "T K"]
     ) -> tuple[Float[Array, "T K F"], Float[Array, "T K H"]]:
         """(activation, expert_rows) of each route; masked routes have rows of exact zeros."""
         return expert_rows(
-            expert_input, topk_ids, self.gate_up[...], self.down[...], implementation=self.implementation
+            expert_input,
+            topk_ids,
+            self.weight("gate_up"),
+            self.weight("down"),
+            activation_rule=self.activation_rule,
+            implementation=self.implementation,
         )
 
 
@@ -107,11 +148,15 @@ class MuseMoE(nnx.Module):
         weights: Mapping[str, Any],
         *,
         dtype: DTypeLike = jnp.bfloat16,
+        activation_rule: ActivationRule | None = None,
         implementation: Implementation | None = None,
     ) -> MuseMoE:
         """A block that holds `weights` (the names of `muse_jax.checkpoint.load_layer`), cast to `dtype`.
 
-        The router stays float32. Raises ValueError where a name is missing or a shape is not the configuration's.
+        The router stays float32, quantized experts their codes; on a chip whose FP8 is E4M3FNUZ they are converted.
+        activation_rule: how MXFP4 experts have their inputs quantized; None is "even".
+
+        Raises ValueError where a name is missing or a shape is not the configuration's.
         """
         block = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation))
         for name, (owner, attribute) in _owners(block).items():
@@ -120,12 +165,25 @@ class MuseMoE(nnx.Module):
             wanted = getattr(owner, attribute)
             if tuple(weights[name].shape) != wanted.shape:
                 raise ValueError(f"weights[{name!r}] is {tuple(weights[name].shape)}; expected {wanted.shape}")
-            setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
+            if not isinstance(weights[name], QuantizedWeight | QuantizedArray):
+                setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
+        quantized = [isinstance(weights[name], QuantizedWeight | QuantizedArray) for name in ("gate_up", "down")]
+        if all(quantized):
+            block.experts.hold(_on_device(weights["gate_up"]), _on_device(weights["down"]), activation_rule)
+        elif any(quantized):
+            raise ValueError("one of gate_up and down is quantized and the other is not; expected both or neither")
+        else:
+            check_rule(activation_rule, block.experts.gate_up[...])
         return block
 
-    def weights(self) -> dict[str, jax.Array]:
+    def weights(self) -> dict[str, Any]:
         """The parameters by the names of `muse_jax.checkpoint.load_layer`."""
-        return {name: getattr(owner, attribute)[...] for name, (owner, attribute) in _owners(self).items()}
+        found: dict[str, Any] = {
+            name: getattr(owner, attribute)[...]
+            for name, (owner, attribute) in _owners(self).items()
+            if owner is not self.experts
+        }
+        return found | {"gate_up": self.experts.weight("gate_up"), "down": self.experts.weight("down")}
 
     def __call__(
         self, x: Float[Array, "*batch D"], *, num_tokens: Int32[Array, ""] | int | None = None
@@ -152,16 +210,26 @@ class MuseMoE(nnx.Module):
         return found
 
     def _until_rows(
-        self, weights: dict[str, jax.Array], x: jax.Array, num_tokens: jax.Array | int | None = None
+        self, weights: dict[str, Any], x: jax.Array, num_tokens: jax.Array | int | None = None
     ) -> dict[str, jax.Array]:
         """The boundaries from x to expert_rows."""
         found = before_experts(weights, x, self.config, num_tokens=num_tokens, implementation=self.implementation)
         found["activation"], found["expert_rows"] = self.experts(found["expert_input"], found["topk_ids"])
         return found
 
-    def _combine(self, weights: dict[str, jax.Array], found: dict[str, jax.Array]) -> jax.Array:
+    def _combine(self, weights: dict[str, Any], found: dict[str, jax.Array]) -> jax.Array:
         rows, topk_weights, topk_ids = (found[name] for name in ("expert_rows", "topk_weights", "topk_ids"))
         return combine(weights, rows, topk_weights, topk_ids, self.config, implementation=self.implementation)
+
+
+def _on_device(weight: QuantizedWeight | QuantizedArray) -> QuantizedArray:
+    """The weight as this device's matrix units multiply it."""
+    if isinstance(weight, QuantizedArray):
+        return weight
+    target = current_target()
+    if weight.format == "fp8" and target is not None and target.fp8 == "e4m3fnuz":
+        weight = to_fnuz(weight)
+    return QuantizedArray.from_host(weight)
 
 
 def _owners(block: MuseMoE) -> dict[str, tuple[nnx.Module, str]]:

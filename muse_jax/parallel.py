@@ -258,12 +258,13 @@ def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Set
         (sums, rows), done = lax.scan(step, (sums, rows), (own_weights[:-2], ids[:-2], activations[2:], ids[2:]))
         parts.append(done.reshape(-1, done.shape[2]))
     # What the loop leaves under way, and the rest, whose size may be another: the same steps one by one.
-    first = max(0, len(whole) - 2)
-    for number in range(first, len(chunks)):
-        next_sums = _sum_over_tp(rows, chunks[number + 1], settings) if number + 1 < len(chunks) else None
-        next_rows = multiply_chunk(number + 2) if number + 2 < len(chunks) else None
+    last = len(chunks) - 1
+    for number in range(max(0, len(whole) - 2), last):
+        next_sums = _sum_over_tp(rows, chunks[number + 1], settings)
+        next_rows = multiply_chunk(number + 2) if number + 2 <= last else rows
         parts.append(finish_chunk(sums, number))
         sums, rows = next_sums, next_rows
+    parts.append(finish_chunk(sums, last))
     return jnp.concatenate(parts)
 
 

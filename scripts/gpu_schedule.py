@@ -14,7 +14,6 @@ The ROCm plugin cannot do it without ROCm's libraries. Nothing is run, so nothin
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 
@@ -66,8 +65,8 @@ def compiled_text(mesh: BlockMesh, tokens: int, schedule: Schedule) -> str:
         for name, shape in held_shapes(FULL, mesh).items()
     }
     x = jax.ShapeDtypeStruct((tokens, FULL.model_width), jnp.bfloat16, sharding=mesh.sharding("dp"))
-    run = functools.partial(parallel._run.__wrapped__, settings=settings, names=("out",))
-    return jax.jit(run).lower(weights, x).compile().as_text()
+    compiled = parallel._run.lower(weights, x, settings=settings, names=("out",)).compile()
+    return compiled.as_text() or ""
 
 
 def print_steps(text: str) -> None:

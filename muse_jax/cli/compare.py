@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             assert weights is not None
             b = {"x": a["x"]} if "x" in a else {}
             b |= _stored_as(replay_block(weights, a, block_settings(config), args.replay), a)
-        bias = None if weights is None else weights["router_bias"]
+        bias = None if weights is None else np.asarray(weights["router_bias"])
         scoring = "sigmoid" if config is None else config.scoring
         report = compare_layers(layer, a, b, limits, bias=bias, scoring=scoring, replayed=second is None)
         reports.append(report)

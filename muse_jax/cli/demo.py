@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -24,14 +25,20 @@ from muse_jax.cli.mesh import axis_sizes, open_mesh
 from muse_jax.cli.table import print_table, progress
 from muse_jax.compare import LayerReport, Limits, compare_layers
 from muse_jax.dump import compute_boundaries
+from muse_jax.quantization import write_quantized_checkpoint
 from pallas_kernels.dispatch import Implementation, interpreted
 
-# How each checkpoint is stored, and the precision its block runs in.
+_LAYER = 1  # of two
+_WRITE = write_random_checkpoint
+_QUANTIZED = functools.partial(write_quantized_checkpoint, layers=(_LAYER,))
+# How each checkpoint is written, and the precision its block runs in.
 FORMATS = (
-    ("bfloat16, experts whole", {"dtype": "bfloat16", "layout": "consolidated", "shards": 2}, "bfloat16"),
-    ("bfloat16, a tensor an expert", {"dtype": "bfloat16", "layout": "per_expert", "shards": 3}, "bfloat16"),
-    ("bfloat16, run in float32", {"dtype": "bfloat16", "layout": "consolidated", "shards": 1}, "float32"),
-    ("float32", {"dtype": "float32", "layout": "consolidated", "shards": 1}, "float32"),
+    ("bfloat16, experts whole", functools.partial(_WRITE, layout="consolidated", shards=2), "bfloat16"),
+    ("bfloat16, a tensor an expert", functools.partial(_WRITE, layout="per_expert", shards=3), "bfloat16"),
+    ("bfloat16, run in float32", functools.partial(_WRITE, layout="consolidated"), "float32"),
+    ("float32", functools.partial(_WRITE, dtype="float32", layout="consolidated"), "float32"),
+    ("Quark FP8, run in float32", functools.partial(_QUANTIZED, format="fp8"), "float32"),
+    ("Quark MXFP4, run in float32", functools.partial(_QUANTIZED, format="mxfp4"), "float32"),
 )
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas")
 # (number of the format, mesh): where the block also runs over several devices.
@@ -63,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every format by every implementation; 1 if a boundary parts from the truth."""
-    config = small_config()
+    config = small_config(expert_width=96)
     with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what there is
         jax.config.update("jax_num_cpu_devices", _MOST_DEVICES)
     if not args.json:
@@ -108,11 +115,10 @@ def run(args: argparse.Namespace) -> int:
 def _runs(config: Any) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((TOKENS, config.model_width)).astype(np.float32)
-    layer = config.moe_layers[-1]
     with tempfile.TemporaryDirectory() as folder:
-        for number, (label, stored, dtype) in enumerate(FORMATS):
-            path = write_random_checkpoint(Path(folder) / f"checkpoint{number}", config=config, seed=number, **stored)
-            weights = load_layer(path, layer)
+        for number, (label, write, dtype) in enumerate(FORMATS):
+            path = write(Path(folder) / f"checkpoint{number}", config=config, seed=number)
+            weights = load_layer(path, _LAYER)
             meshes = [axes for number_of_format, axes in MESH_RUNS if number_of_format == number]
             for implementation, axes in itertools.chain(
                 itertools.product(IMPLEMENTATIONS, [None]), itertools.product(IMPLEMENTATIONS[:1], meshes)
@@ -129,7 +135,7 @@ def _runs(config: Any) -> Iterator[dict[str, Any]]:
                     "implementation": implementation,
                     "mesh": axes or "one device",
                     "seconds": round(time.perf_counter() - start, 2),
-                    "report": compare_layers(layer, ours, truth, Limits(), bias=weights["router_bias"]),
+                    "report": compare_layers(_LAYER, ours, truth, Limits(), bias=np.asarray(weights["router_bias"])),
                 }
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Integer
 
 from pallas_kernels.dispatch import Implementation, resolve
@@ -36,8 +38,8 @@ class Codes:
     for a weight, 128 rows), or values uint8 [..., n / 2] (MXFP4) with scales uint8 [..., n / 32].
     """
 
-    values: Array
-    scales: Array
+    values: Any
+    scales: Any
 
     @property
     def is_mxfp4(self) -> bool:
@@ -71,7 +73,7 @@ def gate_up(
     routes: RouteMap,
     *,
     routes_per_token: int,
-    out_dtype: jnp.dtype,
+    out_dtype: DTypeLike,
     implementation: Implementation | None = None,
     tile: Tile | None = None,
     into: Float[Array, "R columns"] | None = None,
@@ -103,7 +105,7 @@ def down(
     weight: Codes,
     routes: RouteMap,
     *,
-    out_dtype: jnp.dtype,
+    out_dtype: DTypeLike,
     implementation: Implementation | None = None,
     tile: Tile | None = None,
     into: Float[Array, "R columns"] | None = None,

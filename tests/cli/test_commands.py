@@ -102,7 +102,7 @@ def test_demo(capsys):
     code, said, _ = run(capsys, "demo", "--json")
     runs = json.loads(said)["runs"]
     assert code == 0
-    assert len(runs) == 13
+    assert len(runs) == 17
     assert all(one["parted"] is None for one in runs)
     assert {one["implementation"] for one in runs} == {"xla", "pallas"}
     assert sum(one["mesh"] != "one device" for one in runs) == 5
