@@ -37,10 +37,11 @@ from pallas_kernels.router import Scoring, route
 from pallas_kernels.target import Target, find_target
 
 _E, _K, _H = 256, 8, 4096
-# The full-size layer and one of eight tensor-parallel shards, for which the tables are; widths that no tile divides,
-# and small ones. A kernel's code depends on E, K and T in nothing but its offsets.
-_WIDTHS = ((_H, 4096), (_H, 512), (1000, 1000), (64, 96))
-_MX_WIDTHS = ((_H, 4096), (_H, 512), (160, 96))
+# The full-size layer, for which the tables are; widths that no tile divides, and small ones. A tensor-parallel shard's
+# F=512 is a shorter loop or a smaller grid of the same code. A kernel's code depends on E, K and T in nothing but its
+# offsets.
+_WIDTHS = ((_H, 4096), (1000, 1000), (64, 96))
+_MX_WIDTHS = ((_H, 4096), (160, 96))
 _MFMA = {
     "bfloat16": r"v_mfma_f32_\d+x\d+x\d+_bf16",
     "float32": r"v_mfma_f32_\d+x\d+x\d+_f32",
