@@ -1,0 +1,69 @@
+"""Which combinations are served, and that each refusal names the precision, the setting and what would work."""
+
+import pytest
+
+from muse_jax.deployment import (
+    Deployment,
+    service,
+    validate_bf16_deployment,
+    validate_fp8_deployment,
+    validate_mxfp4_deployment,
+)
+from pallas_kernels.target import TARGETS
+
+VALIDATE = {"BF16": validate_bf16_deployment, "FP8": validate_fp8_deployment, "MXFP4": validate_mxfp4_deployment}
+
+
+def deployment(**settings) -> Deployment:
+    return Deployment(**{"target": "gfx942", "expert_width": 4096, "num_experts": 256} | settings)
+
+
+@pytest.mark.parametrize("precision", VALIDATE)
+@pytest.mark.parametrize("target", [*TARGETS, "cpu"])
+def test_one_device_is_served_everywhere(precision: str, target: str) -> None:
+    VALIDATE[precision](deployment(target=target))
+    found, reason = service(precision.lower(), target)
+    assert found in ("native", "emulated")
+    assert reason
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 8}, {"ep": 8}, {"tp": 8}, {"dp": 2, "ep": 2, "tp": 2}, {"ep": 3}])
+def test_bf16_is_served_over_any_mesh(sizes: dict) -> None:
+    validate_bf16_deployment(deployment(**sizes))
+
+
+@pytest.mark.parametrize("precision", VALIDATE)
+@pytest.mark.parametrize(
+    "setting", ["sequence_parallel", "expert_rebalancing", "lora", "unreduced_output", "weight_on_input"]
+)
+def test_what_changes_the_reduction_is_refused(precision: str, setting: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{precision} with {setting} is not served: ."):
+        VALIDATE[precision](deployment(**{setting: True}))
+
+
+def test_other_chips_and_sizes_are_refused() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"BF16 on gfx90a is not served by the kernels: .* implementation='xla'"
+    ):
+        validate_bf16_deployment(deployment(target="gfx90a"))
+    validate_bf16_deployment(deployment(target="gfx90a", implementation="xla"))
+    with pytest.raises(ValueError, match="BF16 with ep=9: there are 8 experts; ep can be 1 to that"):
+        validate_bf16_deployment(deployment(ep=9, num_experts=8))
+    with pytest.raises(
+        ValueError, match=r"BF16 with tp=3: the expert width 8 cannot be shared out; tp can be 1, 2, 4, 8"
+    ):
+        validate_bf16_deployment(deployment(tp=3, expert_width=8))
+    with pytest.raises(
+        ValueError, match=r"MXFP4 with tp=4: .* 96 cannot be shared out in blocks of 32; tp can be 1, 3"
+    ):
+        validate_mxfp4_deployment(deployment(tp=4, expert_width=96))
+    with pytest.raises(ValueError, match=r"FP8 with tp=2: .* 384 cannot be .* in blocks of 128; tp can be 1, 3"):
+        validate_fp8_deployment(deployment(tp=2, expert_width=384, fp8_blocks=True))
+    with pytest.raises(NotImplementedError, match=r"FP8 with dp=1, ep=8, tp=1 is not served: .* use BF16 over a mesh"):
+        validate_fp8_deployment(deployment(ep=8))
+    with pytest.raises(ValueError, match="activation_rule is 'up'; expected one of even, floor, rceil, w4a16"):
+        validate_mxfp4_deployment(deployment(activation_rule="up"))
+    with pytest.raises(ValueError, match="dp is 0; expected 1 or more"):
+        deployment(dp=0)
+    with pytest.raises(ValueError, match="precision is 'int8'; expected one of bf16, fp8, mxfp4"):
+        service("int8", "gfx942")
