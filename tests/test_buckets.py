@@ -47,7 +47,7 @@ def test_one_program_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+@pytest.mark.parametrize("tokens", [0, 17])
 def test_same_answer(tokens: int, implementation) -> None:
     block = make_block(implementation)
     x = np.random.default_rng(tokens).standard_normal((tokens, 24)).astype(np.float32)

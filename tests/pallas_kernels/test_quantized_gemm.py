@@ -60,9 +60,10 @@ def truth(
     return made, reference.expert_rows(given.astype(made.dtype), kept, down.to_host(), profile, rule)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, dtype", [*((kind, "float32") for kind in KINDS), ("fp8", "bfloat16"), ("even", "bfloat16")]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_rows(case: Case, kind: str, dtype: str, implementation) -> None:
     if kind == "fp8_block" and (case.h % 128 or case.f % 128):
