@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from muse_jax.quantization.inputs import ActivationRule
+from muse_jax.schedule import ReduceDtype
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.target import TARGETS
 
 Precision = Literal["bf16", "fp8", "mxfp4"]
@@ -22,16 +24,14 @@ Service = Literal["native", "emulated", "refused"]
 FP8_BLOCK = 128
 MXFP4_BLOCK = 32
 
+_UNPACKED = "codes are unpacked to numbers that its matrix units multiply, exactly"
 _REASONS: dict[tuple[str, str], tuple[Service, str]] = {
     ("fp8", "gfx942"): ("native", "e4m3fnuz; codes are converted at load and stand for the same numbers"),
     ("fp8", "gfx950"): ("native", "e4m3fn"),
     ("fp8", "sm_90"): ("native", "e4m3fn"),
-    ("mxfp4", "gfx942"): ("emulated", "the chip has no FP4 units; codes are unpacked to bfloat16, exactly"),
-    ("mxfp4", "gfx950"): (
-        "emulated",
-        "Pallas cannot express the chip's FP4 units; codes are unpacked to bfloat16, exactly",
-    ),
-    ("mxfp4", "sm_90"): ("emulated", "the chip has no FP4 units; codes are unpacked to bfloat16, exactly"),
+    ("mxfp4", "gfx942"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),
+    ("mxfp4", "gfx950"): ("emulated", f"Pallas on Triton cannot express the chip's FP4 units; {_UNPACKED}"),
+    ("mxfp4", "sm_90"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),
 }
 
 
@@ -51,6 +51,17 @@ def service(precision: Precision, target: str) -> tuple[Service, str]:
     return _REASONS[precision, target]
 
 
+def service_table() -> list[dict[str, str]]:
+    """What `service` says of every precision on every target and the CPU: rows of precision, target, service, reason.
+
+    The README's table and the commands print these.
+    """
+    rows = [(precision, target) for precision in get_args(Precision) for target in (*TARGETS, "cpu")]
+    return [
+        dict(zip(("precision", "target", "service", "reason"), (*row, *service(*row)), strict=True)) for row in rows
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """How a block is to be run.
@@ -63,19 +74,26 @@ class Deployment:
       dp, ep, tp: devices along each axis of the mesh.
       activation_rule: how inputs of MXFP4 experts are quantized; None is "even".
       fp8_blocks: whether FP8 weights have scales of 128 x 128 blocks.
-      sequence_parallel, expert_rebalancing, lora, unreduced_output, weight_on_input: settings of serving frameworks
-        that this block cannot have.
+      reduce_dtype: what sums over ep and tp are computed in.
+      sequence_parallel: tokens of one sequence split over tp before the block.
+      expert_rebalancing: experts moved or copied between ranks by their load (vLLM's EPLB).
+      lora: adapters on the experts.
+      unreduced_output: an output left to be summed over ranks by the caller (vLLM's skip_final_all_reduce).
+      weight_on_input: router weights applied before the experts (vLLM's apply_router_weight_on_input).
+
+    Raises ValueError for a size below 1 and for a value that does not exist.
     """
 
     target: str
     expert_width: int
     num_experts: int
-    implementation: Literal["pallas", "xla"] | None = None
+    implementation: Implementation | None = None
     dp: int = 1
     ep: int = 1
     tp: int = 1
     activation_rule: ActivationRule | None = None
     fp8_blocks: bool = False
+    reduce_dtype: ReduceDtype = "float32"
     sequence_parallel: bool = False
     expert_rebalancing: bool = False
     lora: bool = False
@@ -86,8 +104,17 @@ class Deployment:
         for name in ("expert_width", "num_experts", "dp", "ep", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        for name, values in _VALUES.items():
+            found = getattr(self, name)
+            if found is not None and found not in values:
+                raise ValueError(f"{name} is {found!r}; expected one of {', '.join(values)}")
 
 
+_VALUES = {
+    "implementation": get_args(Implementation),
+    "activation_rule": get_args(ActivationRule),
+    "reduce_dtype": get_args(ReduceDtype),
+}
 _UNSERVED = {
     "sequence_parallel": "rows must be complete before the norm; shard tokens over dp instead",
     "expert_rebalancing": "experts are placed in order; choose ep and leave them there",
@@ -110,10 +137,6 @@ def validate_fp8_deployment(deployment: Deployment) -> None:
 
 def validate_mxfp4_deployment(deployment: Deployment) -> None:
     """As `validate_bf16_deployment`, for MXFP4 weights and, but for the rule "w4a16", activations."""
-    if deployment.activation_rule is not None and deployment.activation_rule not in get_args(ActivationRule):
-        raise ValueError(
-            f"activation_rule is {deployment.activation_rule!r}; expected one of {', '.join(get_args(ActivationRule))}"
-        )
     _validate(deployment, "mxfp4", block=MXFP4_BLOCK)
     _one_device(deployment, "MXFP4")
 

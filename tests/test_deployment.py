@@ -5,6 +5,7 @@ import pytest
 from muse_jax.deployment import (
     Deployment,
     service,
+    service_table,
     validate_bf16_deployment,
     validate_fp8_deployment,
     validate_mxfp4_deployment,
@@ -62,8 +63,25 @@ def test_other_chips_and_sizes_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"FP8 with dp=1, ep=8, tp=1 is not served: .* use BF16 over a mesh"):
         validate_fp8_deployment(deployment(ep=8))
     with pytest.raises(ValueError, match="activation_rule is 'up'; expected one of even, floor, rceil, w4a16"):
-        validate_mxfp4_deployment(deployment(activation_rule="up"))
+        deployment(activation_rule="up")
+    with pytest.raises(ValueError, match="implementation is 'triton'; expected one of"):
+        deployment(implementation="triton")
+    with pytest.raises(ValueError, match="reduce_dtype is 'float16'; expected one of float32, bfloat16"):
+        deployment(reduce_dtype="float16")
     with pytest.raises(ValueError, match="dp is 0; expected 1 or more"):
         deployment(dp=0)
     with pytest.raises(ValueError, match="precision is 'int8'; expected one of bf16, fp8, mxfp4"):
         service("int8", "gfx942")
+
+
+def test_the_table_says_it_all() -> None:
+    found = {(row["precision"], row["target"]): row["service"] for row in service_table()}
+    assert found == {
+        **dict.fromkeys([("bf16", target) for target in TARGETS], "native"),
+        **dict.fromkeys([("fp8", target) for target in TARGETS], "native"),
+        **dict.fromkeys([("mxfp4", target) for target in TARGETS], "emulated"),
+        **dict.fromkeys([(precision, "cpu") for precision in ("bf16", "fp8", "mxfp4")], "emulated"),
+    }
+    assert "e4m3fnuz" in service("fp8", "gfx942")[1]
+    assert "FP4 units" in service("mxfp4", "gfx950")[1]
+    assert service("mxfp4", "gfx90a")[0] == "refused"
