@@ -4,6 +4,7 @@
     router, projections, norms    whole on every device
     gate_up [E, 2F, H]    held as [S, 2, F, H]:    slots S over ep, F over tp (the same F of gate and up on one device)
     down    [E, H, F]     held as [S, H, F]:       slots S over ep, F over tp
+    their scales, where they are quantized         split as the weight's rows and blocks of columns are
 Experts are placed in order. Where ep does not divide E the first E % ep ranks hold one expert more: every rank has
 ceil(E / ep) slots, and the last slot of the others is zeros that no route reaches.
 """
@@ -21,8 +22,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from muse_jax.checkpoint.names import weight_shapes
+from muse_jax.checkpoint.names import EXPERT_WEIGHTS, weight_shapes
+from muse_jax.checkpoint.quantized import FP8_BLOCK, MXFP4_BLOCK, QuantizedWeight
 from muse_jax.config import MuseConfig
+from muse_jax.quantization.array import QuantizedArray
 
 Axis = Literal["dp", "ep", "tp"]
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -39,6 +42,15 @@ HELD: dict[str, tuple[Axis | None, ...]] = {
     "post_expert_norm": (None,),  # [H]
     "post_expert_proj": (None, None),  # [D, H]
 }
+
+
+def scale_axes(name: str, has_block_scales: bool) -> tuple[Axis | None, ...]:
+    """As HELD, of the scales of a quantized gate_up or down.
+
+    A scale of a block lies where the block does; a scale of a whole row has no axis of columns, so that those of down,
+    whose columns are split over tp, are whole on every rank of tp.
+    """
+    return HELD[name] if has_block_scales else HELD[name][:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +152,11 @@ def held_shapes(config: MuseConfig, mesh: BlockMesh) -> dict[str, tuple[int, ...
 
 def place_weights(
     weights: Mapping[str, Any], config: MuseConfig, mesh: BlockMesh, dtype: DTypeLike
-) -> dict[str, jax.Array]:
+) -> dict[str, jax.Array | QuantizedArray]:
     """A layer's whole arrays, by the names of `load_layer`, as arrays that each device of the mesh holds its slice of.
 
-    All but the router are cast to `dtype`. Every process of a run must be given the same weights; nothing is sent.
+    All but the router and quantized experts are cast to `dtype`. Every process of a run must be given the same weights;
+    nothing is sent.
     Raises ValueError where a name is missing, a shape is not the configuration's, or the mesh does not fit.
     """
     mesh.check(config)
@@ -153,22 +166,53 @@ def place_weights(
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"weights[{name!r}] is {tuple(weights[name].shape)}; expected {shape}")
     experts = expert_of_slot(config.num_experts, mesh.size("ep"))
-    placed = {}
+    placed: dict[str, jax.Array | QuantizedArray] = {}
     for name, shape in held_shapes(config, mesh).items():
-        whole = np.asarray(weights[name])
-        if name in ("gate_up", "down"):
+        whole = weights[name]
+        if isinstance(whole, QuantizedWeight | QuantizedArray):
+            placed[name] = _place_quantized(name, whole, config, mesh, experts)
+            continue
+        whole = np.asarray(whole)
+        if name in EXPERT_WEIGHTS:
             read = _slots_reader(whole.reshape(len(whole), *shape[1:]), experts)
         else:
             read = whole.__getitem__
-        placed[name] = place(name, shape, np.float32 if name.startswith("router_") else dtype, mesh, read)
+        placed[name] = place(HELD[name], shape, np.float32 if name.startswith("router_") else dtype, mesh, read)
     return placed
 
 
+def _place_quantized(
+    name: str, whole: QuantizedWeight | QuantizedArray, config: MuseConfig, mesh: BlockMesh, experts: list[int | None]
+) -> QuantizedArray:
+    has_blocks = whole.format == "mxfp4" or whole.has_block_scales
+    mesh.check(config, {"mxfp4": MXFP4_BLOCK, "fp8": FP8_BLOCK}[whole.format] if has_blocks else 1)
+
+    def split(array: Any, axes: tuple[Axis | None, ...]) -> jax.Array:
+        array = np.asarray(array)
+        # gate_up's rows, or its blocks of rows, are those of gate and then those of up.
+        rows = array.reshape(len(array), 2, -1, *array.shape[2:]) if name == "gate_up" else array
+        return place(axes, (len(experts), *rows.shape[1:]), array.dtype, mesh, _slots_reader(rows, experts))
+
+    scale = None if whole.input_scale is None else np.float32(whole.input_scale)
+    return QuantizedArray(
+        values=split(whole.values, HELD[name]),
+        scales=split(whole.scales, scale_axes(name, has_blocks)),
+        format=whole.format,
+        input_scale=None if scale is None else place((), (), np.float32, mesh, lambda index: np.asarray(scale)),
+    )
+
+
 def place(
-    name: str, shape: tuple[int, ...], dtype: DTypeLike, mesh: BlockMesh, read: Callable[[Index], np.ndarray]
+    axes: tuple[Axis | None, ...],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    mesh: BlockMesh,
+    read: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """The held tensor `name`, each slice read once, cast, sent to its devices and dropped before the next is read."""
-    sharding = mesh.sharding(*HELD[name])
+    """A tensor split over `axes`, each slice read once, cast, sent to its devices and dropped before the next is
+    read.
+    """
+    sharding = mesh.sharding(*axes)
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))

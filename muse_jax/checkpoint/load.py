@@ -13,7 +13,7 @@ import numpy as np
 
 from muse_jax.checkpoint.audit import LayerAudit, NamedTensor, audit_layer, describe, tensors_by_layer
 from muse_jax.checkpoint.conflict import FORMAT_WORDS
-from muse_jax.checkpoint.formats import FoundFormat
+from muse_jax.checkpoint.formats import FORMATS, ExpertFormat, FoundFormat
 from muse_jax.checkpoint.header import NUMPY_DTYPES, TensorEntry, read_into
 from muse_jax.checkpoint.index import open_checkpoint
 from muse_jax.checkpoint.names import EXPERT_WEIGHTS, WHOLE_NAMES, weight_shapes
@@ -45,7 +45,6 @@ def load_layer(
     weights: dict[str, np.ndarray | QuantizedWeight] = {}
     experts = {}
     if audit.found is not None and audit.found.format.scale_dtypes:
-        _check_slots(audit, audit.found, config)
         experts = {name: read_quantized(name, audit.tensors, audit.found.format, config) for name in EXPERT_WEIGHTS}
     plain = tuple(pair for pair in audit.tensors if pair[0].weight not in experts)
     weights = _read(plain, config) | experts
@@ -54,18 +53,10 @@ def load_layer(
 
 def layer_tensors(
     path: str | Path, layer: int, config: MuseConfig | None = None
-) -> tuple[tuple[NamedTensor, ...], MuseConfig]:
-    """Where each tensor of an unquantized layer lies; arguments and errors as for `load_layer`.
-
-    Raises ValueError for a quantized layer as well.
-    """
+) -> tuple[tuple[NamedTensor, ...], ExpertFormat, MuseConfig]:
+    """Where each tensor of a layer lies, and how its experts are stored; arguments and errors as for `load_layer`."""
     audit, config = _audited(path, layer, config)
-    if audit.found is not None and audit.found.format.scale_dtypes:
-        raise ValueError(
-            f"layer {audit.layer} of {path} holds experts in {FORMAT_WORDS[audit.label]} ({audit.found.dtypes}); "
-            "only unquantized experts, all BF16 or all F32, can be loaded this way"
-        )
-    return audit.tensors, config
+    return audit.tensors, FORMATS[audit.label], config
 
 
 def _audited(path: str | Path, layer: int, config: MuseConfig | None) -> tuple[LayerAudit, MuseConfig]:
@@ -76,6 +67,8 @@ def _audited(path: str | Path, layer: int, config: MuseConfig | None) -> tuple[L
     tensors = tensors_by_layer(checkpoint.entries.values()).get(layer, ())
     audit = audit_layer(layer, tensors, config, read_quantization(path))
     _refuse(audit, checkpoint.source)
+    if audit.found is not None and audit.found.format.scale_dtypes:
+        _check_slots(audit, audit.found, config)
     return audit, config
 
 

@@ -95,12 +95,22 @@ def to_fnuz(weight: QuantizedWeight) -> QuantizedWeight:
     """
     if weight.values.dtype != ml_dtypes.float8_e4m3fn:
         return weight
-    table = np.arange(256, dtype=np.uint8)
-    table[[0x80, 0x7F, 0xFF]] = 0, 0x80, 0x80
-    values = table[weight.values.view(np.uint8)].view(ml_dtypes.float8_e4m3fnuz)
-    with np.errstate(over="ignore"):
-        scales = weight.scales * np.float32(2)
-    if np.any(np.isinf(scales) & np.isfinite(weight.scales)):
-        raise ValueError(f"a scale is {weight.scales[np.isinf(scales)][0]:.4g}; doubled for fnuz it is beyond float32")
+    values, scales = fnuz_values(weight.values), fnuz_scales(weight.scales)
     input_scale = None if weight.input_scale is None else 2 * weight.input_scale
     return dataclasses.replace(weight, values=values, scales=scales, input_scale=input_scale)
+
+
+def fnuz_values(values: np.ndarray) -> np.ndarray:
+    """Codes of float8_e4m3fn as float8_e4m3fnuz codes of half their numbers."""
+    table = np.arange(256, dtype=np.uint8)
+    table[[0x80, 0x7F, 0xFF]] = 0, 0x80, 0x80
+    return table[values.view(np.uint8)].view(ml_dtypes.float8_e4m3fnuz)
+
+
+def fnuz_scales(scales: np.ndarray) -> np.ndarray:
+    """The scales doubled; ValueError where that is beyond float32."""
+    with np.errstate(over="ignore"):
+        doubled = scales * np.float32(2)
+    if np.any(np.isinf(doubled) & np.isfinite(scales)):
+        raise ValueError(f"a scale is {scales[np.isinf(doubled)][0]:.4g}; doubled for fnuz it is beyond float32")
+    return doubled

@@ -59,7 +59,7 @@ def _read(file: int, entry: TensorEntry, bounds: list[tuple[int, int]], out: np.
     for place in itertools.product(*(enumerate(each) for each in ranges)):
         start = sum(at * stride for (_, at), stride in zip(place, strides, strict=False))
         start += bounds[axis][0] * strides[axis] if out.ndim else 0
-        _fill(file, entry, start, out[tuple(position for position, _ in place)])
+        _fill(file, entry, start, out[(*(position for position, _ in place), ...)])
 
 
 def _read_rows(

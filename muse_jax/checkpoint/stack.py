@@ -8,6 +8,8 @@ bfloat16 are widened. input_scale is the largest over experts and projections, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from muse_jax.checkpoint.audit import NamedTensor
@@ -25,21 +27,28 @@ def read_quantized(
 
     Raises OSError or ValueError when a file ends early, and ValueError when an input_scale is not a positive number.
     """
-    parts = {part: _Stack(weight, part, tensors, config) for part in form.parts}
+    parts = {part: _Stack(weight, part, tensors, config) for part in ("weight", "weight_scale")}
     read_into(target for stack in parts.values() for target in stack.targets)
     values, scales = parts["weight"].joined(), parts["weight_scale"].joined()
     if form.scale_dtypes != ("U8",):
         scales = scales.astype(np.float32)
     if form.name == "fp8_tensor":
         scales = np.repeat(scales, values.shape[1] // scales.shape[1], axis=1)
-    input_scale = None
-    if form.has_input_scale:
-        input_scale = float(parts["input_scale"].joined().astype(np.float32).max())
-        if not 0 < input_scale < np.inf:
-            raise ValueError(f"the largest input_scale of {weight} is {input_scale}; expected a number above 0")
+    own = [(name, entry) for name, entry in tensors if name.weight == weight and name.part == "input_scale"]
+    input_scale = read_input_scale(weight, own) if form.has_input_scale else None
     return QuantizedWeight(
         values=values, scales=scales, format="mxfp4" if form.name == "mxfp4" else "fp8", input_scale=input_scale
     )
+
+
+def read_input_scale(weight: str, tensors: Iterable[NamedTensor]) -> float:
+    """The largest of the input_scale tensors of gate_up or down; ValueError when that is not a positive number."""
+    found = [(entry, np.empty(entry.shape, NUMPY_DTYPES[entry.dtype])) for _, entry in tensors]
+    read_into(found)
+    scale = float(np.max([value.astype(np.float32).reshape(()) for _, value in found]))
+    if not 0 < scale < np.inf:
+        raise ValueError(f"the largest input_scale of {weight} is {scale}; expected a number above 0")
+    return scale
 
 
 class _Stack:
