@@ -30,6 +30,7 @@ from muse_jax.boundaries import BOUNDARIES
 from muse_jax.checkpoint.sharded import load_sharded_layer
 from muse_jax.config import MuseConfig
 from muse_jax.experts import down_rows, expert_activation, expert_rows
+from muse_jax.quantization.array import QuantizedArray
 from muse_jax.schedule import Chunk, Schedule
 from muse_jax.sharding import HELD, Axis, BlockMesh, experts_of_ranks, held_shapes, place_weights
 from pallas_kernels.dispatch import Implementation, resolve
@@ -48,7 +49,7 @@ class ShardedMoE(nnx.Module):
     def __init__(
         self,
         config: MuseConfig,
-        held: Mapping[str, jax.Array],
+        held: Mapping[str, jax.Array | QuantizedArray],
         mesh: BlockMesh,
         *,
         schedule: Schedule | None = None,
@@ -63,6 +64,11 @@ class ShardedMoE(nnx.Module):
         mesh.check(config)
         resolve(implementation)
         for name, shape in held_shapes(config, mesh).items():
+            if isinstance(held[name], QuantizedArray):
+                raise NotImplementedError(
+                    f"held[{name!r}] is quantized; quantized experts load onto a mesh but run on one device only, "
+                    "use MuseMoE, or an unquantized checkpoint over a mesh"
+                )
             if held[name].shape != shape:
                 raise ValueError(f"held[{name!r}] is {held[name].shape}; expected {shape}")
         self.config = config

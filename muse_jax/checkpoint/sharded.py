@@ -109,7 +109,9 @@ def _quantized(
         values=place(HELD[name], (*rows, columns // form.in_per_weight), value_dtype, mesh, read_values),
         scales=place(scale_axes(name, column_unit is not None), scale_shape, scales.dtype, mesh, read_scales),
         format="mxfp4" if is_mxfp4 else "fp8",
-        input_scale=None if input_scale is None else place((), (), np.float32, mesh, lambda _: np.float32(input_scale)),
+        input_scale=None
+        if input_scale is None
+        else place((), (), np.float32, mesh, lambda _: np.asarray(input_scale, np.float32)),
     ).check()
 
 
