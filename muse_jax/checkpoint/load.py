@@ -6,7 +6,7 @@ or the whole of gate_up, of down, or of both from one tensor each; codes and sca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ def load_layer(
     if audit.found is not None and audit.found.format.scale_dtypes:
         experts = {name: read_quantized(name, audit.tensors, audit.found.format, config) for name in EXPERT_WEIGHTS}
     plain = tuple(pair for pair in audit.tensors if pair[0].weight not in experts)
-    weights = _read(plain, config) | experts
+    weights = read_plain(plain, config) | experts
     return {name: weights[name] for name in WHOLE_NAMES}
 
 
@@ -95,7 +95,9 @@ def _check_slots(audit: LayerAudit, found: FoundFormat, config: MuseConfig) -> N
     slots.check()
 
 
-def _read(tensors: tuple[NamedTensor, ...], config: MuseConfig) -> dict[str, np.ndarray]:
+def read_plain(tensors: Iterable[NamedTensor], config: MuseConfig) -> dict[str, np.ndarray]:
+    """The weights that unquantized tensors of an audited layer hold, all of them or some, in the files' dtypes."""
+    tensors = tuple(tensors)
     shapes = weight_shapes(config)
     dtypes = {name.weight: NUMPY_DTYPES[entry.dtype] for name, entry in tensors if name.weight is not None}
     weights = {weight: np.empty(shapes[weight], dtype) for weight, dtype in dtypes.items()}

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
+from muse_jax.checkpoint.folder import new_folder
 from muse_jax.checkpoint.header import NUMPY_DTYPES
 from muse_jax.checkpoint.index import INDEX_NAME, SINGLE_NAME
 from muse_jax.checkpoint.names import (
@@ -125,26 +123,17 @@ def write_checkpoint(
     """Write a checkpoint folder: config.json and `tensors` in one file, or in `shards` files and an index.
 
     settings: more entries of config.json, such as a quantization_config.
-    Everything is written to a hidden folder beside `path`, which is renamed when complete.
+    The folder appears complete or not at all.
     Raises FileExistsError when `path` exists (an empty folder is replaced), ValueError when there are fewer tensors
     than shards.
     """
     path = Path(path)
     if not 1 <= shards <= max(1, len(tensors)):
         raise ValueError(f"shards is {shards}; expected 1 to {len(tensors)}, the number of tensors")
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} already exists; choose another folder or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.mkdir()
-    try:
+    with new_folder(path) as temporary:
         text = json.dumps(config.to_dict() | dict(settings or {}), indent=2)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         _write_tensors(temporary, tensors, shards)
-        os.rename(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return path
 
 

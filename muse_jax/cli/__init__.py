@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("doctor", "demo", "inspect", "dump", "compare", "bench", "aot")
+COMMANDS = ("doctor", "demo", "inspect", "dump", "compare", "convert", "bench", "aot")
 
 
 class InputError(Exception):

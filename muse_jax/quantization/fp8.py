@@ -41,6 +41,22 @@ def quantize_fp8(weight: Float[ArrayLike, "*rows n"], flavour: Flavour = "e4m3fn
     return QuantizedArray(values=values, scales=scales, format="fp8").check()
 
 
+@jax.jit
+def to_fnuz(array: QuantizedArray) -> QuantizedArray:
+    """As `muse_jax.checkpoint.to_fnuz`, of a weight on devices: each converts its own codes and scales."""
+    if array.values.dtype != E4M3_DTYPE["e4m3fn"]:
+        return array
+    codes = jax.lax.bitcast_convert_type(array.values, jnp.uint8)
+    magnitudes = codes & 0x7F
+    codes = jnp.where(magnitudes == 0, jnp.uint8(0), jnp.where(magnitudes == 0x7F, jnp.uint8(0x80), codes))
+    return QuantizedArray(
+        values=jax.lax.bitcast_convert_type(codes, E4M3_DTYPE["e4m3fnuz"]),
+        scales=2 * array.scales,
+        format=array.format,
+        input_scale=None if array.input_scale is None else 2 * array.input_scale,
+    )
+
+
 @jax.jit(static_argnums=1)
 def _quantize(weight: jax.Array, flavour: Flavour) -> tuple[jax.Array, jax.Array]:
     limit, rows = E4M3_LIMIT[flavour], weight.astype(jnp.float32)
