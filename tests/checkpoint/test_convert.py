@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(converted, tmp_path):
         restore_layer(QUARK_MXFP4, 1)
     (tmp_path / CONVERSION_NAME).write_text('{"version": 1, "layers": {"0": "f32"}}')
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(FileNotFoundError, match="layer_0 does not exist, though conversion.json names it"):
+    with pytest.raises(FileNotFoundError, match=r"layer_0 does not exist, though conversion\.json names it"):
         restore_layer(tmp_path, 0)
     (tmp_path / CONVERSION_NAME).write_text('{"version": 2, "layers": {}}')
     with pytest.raises(ValueError, match="has version 2; expected 1"):
