@@ -3,7 +3,8 @@
     out/layer_<i> = the weights of load_layer(path, i)                  (the layout: `muse_jax.checkpoint.restore`)
     with online = "mxfp4": experts of all but the model's first and last layer = quantize_mxfp4(gate_up), (down)
 A layer that is quantized is read and quantized a chunk of experts at a time: memory holds its packed result and one
-chunk; of any other layer it holds the layer. The folder appears when every layer is written, or not at all.
+chunk; of any other layer it holds the layer. While a layer is written Orbax takes about twice its bytes beside that.
+The folder appears when every layer is written, or not at all.
 """
 
 from __future__ import annotations
