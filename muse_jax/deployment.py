@@ -1,8 +1,9 @@
 """What combinations of precision, chip and mesh are served, and the errors for those that are not.
 
-    BF16     any mesh of dp, ep and tp; Pallas on a GPU, XLA anywhere
-    FP8      one device; the chip's own FP8 flavour, codes converted at load where it is not the stored one
-    MXFP4    one device; weights unpacked exactly, inputs quantized by a named rule or (W4A16) not at all
+    BF16     any mesh of dp, ep and tp that divides F; Pallas on a GPU, XLA anywhere
+    FP8      the same; the chip's own FP8 flavour, codes converted at load where it is not the stored one
+    MXFP4    the same; weights unpacked exactly, inputs quantized by a named rule or (W4A16) not at all
+tp must leave whole quantization blocks of F on every rank, 32 columns for MXFP4, 128 for FP8 with scales of blocks.
 vLLM's AMD runner refuses data parallelism, MXFP4 on gfx942 and weights-only MXFP4; these are served here. What changes
 where the reduction happens (sequence parallelism, unreduced output, weights applied before the norm) cannot be: a row
 must be complete before its norm. Source: spec e.6.
@@ -130,15 +131,17 @@ def validate_bf16_deployment(deployment: Deployment) -> None:
 
 
 def validate_fp8_deployment(deployment: Deployment) -> None:
-    """As `validate_bf16_deployment`, for FP8 weights and activations."""
+    """As `validate_bf16_deployment`, for FP8 weights and activations.
+
+    With one scale a row the second product's inputs find theirs in the F / tp columns of a rank, so its codes depend
+    on tp; with scales of blocks they do not.
+    """
     _validate(deployment, "fp8", block=FP8_BLOCK if deployment.fp8_blocks else 1)
-    _one_device(deployment, "FP8")
 
 
 def validate_mxfp4_deployment(deployment: Deployment) -> None:
     """As `validate_bf16_deployment`, for MXFP4 weights and, but for the rule "w4a16", activations."""
     _validate(deployment, "mxfp4", block=MXFP4_BLOCK)
-    _one_device(deployment, "MXFP4")
 
 
 def _validate(deployment: Deployment, precision: Precision, *, block: int) -> None:
@@ -160,12 +163,4 @@ def _validate(deployment: Deployment, precision: Precision, *, block: int) -> No
         raise ValueError(
             f"{name} with tp={deployment.tp}: the expert width {width} cannot be shared out{unit}; "
             f"tp can be {', '.join(sizes) or 'of no size'}"
-        )
-
-
-def _one_device(deployment: Deployment, name: str) -> None:
-    if deployment.dp * deployment.ep * deployment.tp > 1:
-        raise NotImplementedError(
-            f"{name} with dp={deployment.dp}, ep={deployment.ep}, tp={deployment.tp} is not served: quantized experts "
-            "run on one device; use BF16 over a mesh"
         )

@@ -86,8 +86,7 @@ def compute_boundaries(
       activation_rule: how inputs of MXFP4 experts are quantized: "even", "floor", "rceil", or "w4a16" for not at all;
         None is "even".
 
-    Raises ValueError for what does not fit together, and for quantized experts over a mesh by another implementation
-    than the reference.
+    Raises ValueError for what does not fit together.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}")
@@ -117,13 +116,14 @@ def compute_boundaries(
             config, weights, dtype=DTYPES[dtype], activation_rule=activation_rule, implementation=implementation
         )
     else:
-        if activation_rule is not None or isinstance(weights["gate_up"], QuantizedWeight):
-            raise ValueError(
-                "a mesh is given and the experts are quantized or an activation_rule is; over a mesh only "
-                "--implementation reference computes those"
-            )
         moe = ShardedMoE.from_weights(
-            config, weights, mesh, dtype=DTYPES[dtype], schedule=schedule, implementation=implementation
+            config,
+            weights,
+            mesh,
+            dtype=DTYPES[dtype],
+            schedule=schedule,
+            activation_rule=activation_rule,
+            implementation=implementation,
         )
     found = nnx.jit(lambda module, x: module.boundaries(x))(moe, jnp.asarray(x))
     return {name: np.asarray(value) for name, value in found.items()}

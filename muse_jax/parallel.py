@@ -7,10 +7,14 @@
              combined = sum over ep of combined_r    [C, H]
 Router, projections and norms are whole on every rank, so routing is the same on all and nothing else is sent. With ep
 and tp both sums happen, in this order. Every rank enters every collective, whatever its routes. Source: spec e.
+Quantized experts have their inputs quantized on each rank, from the columns that it has. For MXFP4 and for FP8 with
+scales of blocks, which no rank splits, the codes are those of one device. An FP8 row with one scale finds it in F / tp
+columns, so that the codes of the second product depend on tp, as they do in vLLM (spec f.1).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,16 +31,20 @@ from jaxtyping import Array, Float
 
 from muse_jax.block import before_experts, combine, normed_rows, project
 from muse_jax.boundaries import BOUNDARIES
-from muse_jax.checkpoint.sharded import load_sharded_layer
+from muse_jax.checkpoint.names import EXPERT_WEIGHTS
+from muse_jax.checkpoint.sharded import load_sharded_layer, local_flavour
 from muse_jax.config import MuseConfig
 from muse_jax.experts import down_rows, expert_activation, expert_rows
-from muse_jax.quantization.array import QuantizedArray
+from muse_jax.quantization.array import Format, QuantizedArray
+from muse_jax.quantization.fp8 import to_fnuz
+from muse_jax.quantization.inputs import ActivationRule, check_rule
 from muse_jax.schedule import Chunk, Schedule
-from muse_jax.sharding import HELD, Axis, BlockMesh, experts_of_ranks, held_shapes, place_weights
+from muse_jax.sharding import HELD, Axis, BlockMesh, experts_of_ranks, held_shapes, place_weights, scale_axes
 from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.expert_gemm.quantized import hold
 from pallas_kernels.formats import round_to
 
-Found = dict[str, jax.Array]
+Found = dict[str, Any]
 
 
 class ShardedMoE(nnx.Module):
@@ -53,30 +61,41 @@ class ShardedMoE(nnx.Module):
         mesh: BlockMesh,
         *,
         schedule: Schedule | None = None,
+        activation_rule: ActivationRule | None = None,
         implementation: Implementation | None = None,
     ):
         """Args:
-        held: the layer's arrays as the mesh holds them, from `place_weights` or `load_sharded_layer`.
+        held: the layer's arrays as the mesh holds them, from `place_weights`, `load_sharded_layer` or `restore_layer`;
+          codes of quantized experts become the parameter of their name, scales those of it and `_scales`,
+          `_input_scale`.
         mesh: a mesh with its rules.
         schedule: reduce dtype and chunks; None for the defaults.
+        activation_rule: how MXFP4 experts have their inputs quantized; None is "even".
         implementation: "pallas" (interpreted on a CPU, no gradient), "xla", or None for the best here.
         """
         mesh.check(config)
-        resolve(implementation)
         for name, shape in held_shapes(config, mesh).items():
-            if isinstance(held[name], QuantizedArray):
-                raise NotImplementedError(
-                    f"held[{name!r}] is quantized; quantized experts load onto a mesh but run on one device only, "
-                    "use MuseMoE, or an unquantized checkpoint over a mesh"
-                )
             if held[name].shape != shape:
                 raise ValueError(f"held[{name!r}] is {held[name].shape}; expected {shape}")
+        formats: list[Format | None] = [_format(held[name]) for name in EXPERT_WEIGHTS]
+        if formats[0] != formats[1]:
+            words = " and ".join(form or "unquantized" for form in formats)
+            raise ValueError(f"gate_up and down are {words}; expected one format")
+        check_rule(activation_rule, held["down"])
         self.config = config
         self.mesh = mesh
         self.schedule = schedule or Schedule()
+        self.activation_rule: ActivationRule | None = activation_rule
         self.implementation: Implementation | None = implementation
+        self.format: Format | None = formats[0]
         for name in HELD:
-            setattr(self, name, nnx.Param(held[name]))
+            value = held[name]
+            if isinstance(value, QuantizedArray):
+                setattr(self, f"{name}_scales", nnx.Param(value.scales))
+                if value.input_scale is not None:
+                    setattr(self, f"{name}_input_scale", nnx.Param(value.input_scale))
+                value = _addressable(name, value.values, mesh) if resolve(implementation) == "pallas" else value.values
+            setattr(self, name, nnx.Param(value))
 
     @classmethod
     def from_weights(
@@ -87,15 +106,24 @@ class ShardedMoE(nnx.Module):
         *,
         dtype: DTypeLike = jnp.bfloat16,
         schedule: Schedule | None = None,
+        activation_rule: ActivationRule | None = None,
         implementation: Implementation | None = None,
     ) -> ShardedMoE:
         """A block of whole arrays (`load_layer`, or `MuseMoE.weights()`), cast to `dtype` but for the router.
 
+        Quantized experts keep their codes; on a chip whose FP8 is E4M3FNUZ they are converted.
         Raises ValueError where a name is missing, a shape is not the configuration's, or the mesh does not fit.
         """
         mesh = mesh if isinstance(mesh, BlockMesh) else BlockMesh(mesh=mesh)
         held = place_weights(weights, config, mesh, dtype)
-        return cls(config, held, mesh, schedule=schedule, implementation=implementation)
+        if local_flavour() == "e4m3fnuz":
+            held = {
+                name: to_fnuz(value) if isinstance(value, QuantizedArray) and value.format == "fp8" else value
+                for name, value in held.items()
+            }
+        return cls(
+            config, held, mesh, schedule=schedule, activation_rule=activation_rule, implementation=implementation
+        )
 
     @classmethod
     def from_checkpoint(
@@ -106,17 +134,30 @@ class ShardedMoE(nnx.Module):
         *,
         dtype: DTypeLike = jnp.bfloat16,
         schedule: Schedule | None = None,
+        activation_rule: ActivationRule | None = None,
         implementation: Implementation | None = None,
     ) -> ShardedMoE:
         """A layer of a checkpoint, each device's slice read by itself; errors as `load_sharded_layer`."""
         mesh = mesh if isinstance(mesh, BlockMesh) else BlockMesh(mesh=mesh)
         config = MuseConfig.from_checkpoint(path)
         held = load_sharded_layer(path, layer, mesh, config, dtype=dtype)
-        return cls(config, held, mesh, schedule=schedule, implementation=implementation)
+        return cls(
+            config, held, mesh, schedule=schedule, activation_rule=activation_rule, implementation=implementation
+        )
 
-    def weights(self) -> Found:
+    def weights(self) -> dict[str, jax.Array | QuantizedArray]:
         """The parameters as the mesh holds them."""
-        return {name: getattr(self, name)[...] for name in HELD}
+        found: dict[str, jax.Array | QuantizedArray] = {name: getattr(self, name)[...] for name in HELD}
+        if self.format is not None:
+            for name in EXPERT_WEIGHTS:
+                scale = getattr(self, f"{name}_input_scale", None)
+                found[name] = QuantizedArray(
+                    values=found[name],
+                    scales=getattr(self, f"{name}_scales")[...],
+                    format=self.format,
+                    input_scale=None if scale is None else scale[...],
+                )
+        return found
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The block's output for x, whose dtype must be that of the parameters."""
@@ -131,7 +172,23 @@ class ShardedMoE(nnx.Module):
         return _run(self.weights(), x, self._settings(), BOUNDARIES)
 
     def _settings(self) -> _Settings:
-        return _Settings(config=self.config, mesh=self.mesh, schedule=self.schedule, implementation=self.implementation)
+        return _Settings(
+            config=self.config,
+            mesh=self.mesh,
+            schedule=self.schedule,
+            activation_rule=self.activation_rule,
+            implementation=self.implementation,
+        )
+
+
+def _format(weight: jax.Array | QuantizedArray) -> Format | None:
+    return weight.format if isinstance(weight, QuantizedArray) else None
+
+
+def _addressable(name: str, values: jax.Array, mesh: BlockMesh) -> jax.Array:
+    """Codes as the kernels can address them on each device: `hold`, where a device's own are that many."""
+    spec = mesh.spec(*HELD[name])
+    return jax.jit(jax.shard_map(hold, mesh=mesh.mesh, in_specs=spec, out_specs=spec))(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +198,7 @@ class _Settings:
     config: MuseConfig
     mesh: BlockMesh
     schedule: Schedule
+    activation_rule: ActivationRule | None = None
     implementation: Implementation | None
 
 
@@ -159,7 +217,7 @@ def _run(weights: Found, x: jax.Array, settings: _Settings, names: tuple[str, ..
     if names == ("out",):
         out_specs = {"out": x_spec}
     body = functools.partial(_own_part, settings=settings, names=names, is_split=split is not None)
-    in_specs = ({name: mesh.spec(*HELD[name]) for name in weights}, x_spec)
+    in_specs = ({name: _spec(name, value, mesh) for name, value in weights.items()}, x_spec)
     return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)(weights, x)
 
 
@@ -173,8 +231,7 @@ def _own_part(weights: Found, x: jax.Array, *, settings: _Settings, names: tuple
     if not is_split:
         tokens, is_token = _own_of_padded(tokens, mesh)
     # Rows F of gate and F of up lie one after the other on a device, as the experts want them.
-    gate_up = weights["gate_up"]
-    weights = weights | {"gate_up": gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[3])}
+    weights = weights | {"gate_up": _halves_joined(weights["gate_up"])}
 
     found = before_experts(weights, tokens, settings.config, implementation=settings.implementation)
     local_ids = _local_ids(found["topk_ids"], is_token, settings)
@@ -188,6 +245,25 @@ def _own_part(weights: Found, x: jax.Array, *, settings: _Settings, names: tuple
     if names == ("out",):
         return {"out": found["out"].reshape(*batch, x.shape[-1])}
     return {name: found[name] for name in names}
+
+
+def _spec(name: str, value: jax.Array | QuantizedArray, mesh: BlockMesh) -> PartitionSpec | QuantizedArray:
+    if not isinstance(value, QuantizedArray):
+        return mesh.spec(*HELD[name])
+    return QuantizedArray(
+        values=mesh.spec(*HELD[name]),
+        scales=mesh.spec(*scale_axes(name, value.scales.ndim == value.values.ndim)),
+        format=value.format,
+        input_scale=None if value.input_scale is None else mesh.spec(),
+    )
+
+
+def _halves_joined(gate_up: jax.Array | QuantizedArray) -> jax.Array | QuantizedArray:
+    """[S, 2, rows, ...] as [S, 2 * rows, ...], of scales too."""
+    join = lambda array: array.reshape(array.shape[0], -1, *array.shape[3:])
+    if not isinstance(gate_up, QuantizedArray):
+        return join(gate_up)
+    return dataclasses.replace(gate_up, values=join(gate_up.values), scales=join(gate_up.scales))
 
 
 def _own_of_padded(tokens: jax.Array, mesh: BlockMesh) -> tuple[jax.Array, jax.Array]:
@@ -226,7 +302,11 @@ def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Set
     chunks = settings.schedule.chunks(
         local_ids.shape[0], config.routes_per_token * config.latent_width, settings.mesh.size("tp")
     )
-    options = {"spread_over": config.num_experts, "implementation": settings.implementation}
+    options = {
+        "spread_over": config.num_experts,
+        "activation_rule": settings.activation_rule,
+        "implementation": settings.implementation,
+    }
     if len(chunks) == 1:
         _, rows = expert_rows(inputs, local_ids, weights["gate_up"], weights["down"], **options)
         return _finalize(weights, rows, topk_weights, local_ids, chunks[0], settings)
@@ -331,6 +411,7 @@ def _whole_rows(weights: Found, found: Found, local_ids: jax.Array, settings: _S
         weights["gate_up"],
         weights["down"],
         spread_over=settings.config.num_experts,
+        activation_rule=settings.activation_rule,
         implementation=settings.implementation,
     )
     is_mine = (local_ids >= 0)[:, :, None]

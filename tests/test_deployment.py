@@ -28,9 +28,10 @@ def test_one_device_is_served_everywhere(precision: str, target: str) -> None:
     assert reason
 
 
+@pytest.mark.parametrize("precision", VALIDATE)
 @pytest.mark.parametrize("sizes", [{"dp": 8}, {"ep": 8}, {"tp": 8}, {"dp": 2, "ep": 2, "tp": 2}, {"ep": 3}])
-def test_bf16_is_served_over_any_mesh(sizes: dict) -> None:
-    validate_bf16_deployment(deployment(**sizes))
+def test_any_mesh_that_leaves_whole_blocks_is_served(precision: str, sizes: dict) -> None:
+    VALIDATE[precision](deployment(**sizes))
 
 
 @pytest.mark.parametrize("precision", VALIDATE)
@@ -60,8 +61,6 @@ def test_other_chips_and_sizes_are_refused() -> None:
         validate_mxfp4_deployment(deployment(tp=4, expert_width=96))
     with pytest.raises(ValueError, match=r"FP8 with tp=2: .* 384 cannot be .* in blocks of 128; tp can be 1, 3"):
         validate_fp8_deployment(deployment(tp=2, expert_width=384, fp8_blocks=True))
-    with pytest.raises(NotImplementedError, match=r"FP8 with dp=1, ep=8, tp=1 is not served: .* use BF16 over a mesh"):
-        validate_fp8_deployment(deployment(ep=8))
     with pytest.raises(ValueError, match="activation_rule is 'up'; expected one of even, floor, rceil, w4a16"):
         deployment(activation_rule="up")
     with pytest.raises(ValueError, match="implementation is 'triton'; expected one of"):
