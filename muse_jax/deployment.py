@@ -1,9 +1,11 @@
 """What combinations of precision, chip and mesh are served, and the errors for those that are not.
 
-    BF16     any mesh of dp, ep and tp that divides F; Pallas on a GPU, XLA anywhere
+    BF16     any mesh of dp, ep and tp; Pallas on a GPU, XLA anywhere
     FP8      the same; the chip's own FP8 flavour, codes converted at load where it is not the stored one
     MXFP4    the same; weights unpacked exactly, inputs quantized by a named rule or (W4A16) not at all
-tp must leave whole quantization blocks of F on every rank, 32 columns for MXFP4, 128 for FP8 with scales of blocks.
+tp divides F and leaves whole quantization blocks on every rank: of 32 columns for MXFP4, of 128 for FP8 with scales of
+blocks. Codes are those of one device over any mesh: FP8 rows that find their own scale find it over all of tp (in vLLM
+each rank finds its own: spec f.1).
 vLLM's AMD runner refuses data parallelism, MXFP4 on gfx942 and weights-only MXFP4; these are served here. What changes
 where the reduction happens (sequence parallelism, unreduced output, weights applied before the norm) cannot be: a row
 must be complete before its norm. Source: spec e.6.
@@ -14,16 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from muse_jax.checkpoint.quantized import FP8_BLOCK, MXFP4_BLOCK
 from muse_jax.quantization.inputs import ActivationRule
 from muse_jax.schedule import ReduceDtype
+from muse_jax.sharding import why_not_shared_out
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.target import TARGETS
 
 Precision = Literal["bf16", "fp8", "mxfp4"]
 Service = Literal["native", "emulated", "refused"]
-
-FP8_BLOCK = 128
-MXFP4_BLOCK = 32
 
 _UNPACKED = "codes are unpacked to numbers that its matrix units multiply, exactly"
 _REASONS: dict[tuple[str, str], tuple[Service, str]] = {
@@ -50,17 +51,6 @@ def service(precision: Precision, target: str) -> tuple[Service, str]:
     if target == "cpu":
         return "emulated", "XLA on numbers decoded from the codes; kernels run interpreted"
     return _REASONS[precision, target]
-
-
-def service_table() -> list[dict[str, str]]:
-    """What `service` says of every precision on every target and the CPU: rows of precision, target, service, reason.
-
-    The README's table and the commands print these.
-    """
-    rows = [(precision, target) for precision in get_args(Precision) for target in (*TARGETS, "cpu")]
-    return [
-        dict(zip(("precision", "target", "service", "reason"), (*row, *service(*row)), strict=True)) for row in rows
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +121,7 @@ def validate_bf16_deployment(deployment: Deployment) -> None:
 
 
 def validate_fp8_deployment(deployment: Deployment) -> None:
-    """As `validate_bf16_deployment`, for FP8 weights and activations.
-
-    With one scale a row the second product's inputs find theirs in the F / tp columns of a rank, so its codes depend
-    on tp; with scales of blocks they do not.
-    """
+    """As `validate_bf16_deployment`, for FP8 weights and activations."""
     _validate(deployment, "fp8", block=FP8_BLOCK if deployment.fp8_blocks else 1)
 
 
@@ -152,15 +138,12 @@ def _validate(deployment: Deployment, precision: Precision, *, block: int) -> No
     found, reason = service(precision, deployment.target)
     if found == "refused" and deployment.implementation != "xla":
         raise NotImplementedError(f"{name} on {deployment.target} is not served by the kernels: {reason}")
-    if deployment.ep > deployment.num_experts:
-        raise ValueError(
-            f"{name} with ep={deployment.ep}: there are {deployment.num_experts} experts; ep can be 1 to that"
-        )
-    if deployment.expert_width % (deployment.tp * block):
-        width = deployment.expert_width
-        sizes = [str(size) for size in range(1, width // block + 1) if width % (size * block) == 0]
-        unit = f" in blocks of {block}" if block > 1 else ""
-        raise ValueError(
-            f"{name} with tp={deployment.tp}: the expert width {width} cannot be shared out{unit}; "
-            f"tp can be {', '.join(sizes) or 'of no size'}"
-        )
+    problem = why_not_shared_out(
+        deployment.num_experts,
+        deployment.expert_width,
+        ep=deployment.ep,
+        tp=deployment.tp,
+        quantization_block=block,
+    )
+    if problem is not None:
+        raise ValueError(f"{name}: {problem}")

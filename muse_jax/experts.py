@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from muse_jax.quantization.array import QuantizedArray
 from muse_jax.quantization.inputs import ActivationRule, check_rule, quantized_input
@@ -76,13 +76,18 @@ def down_rows(
     topk_ids: Int32[Array, "T K"],
     down: Float[Array, "E H F"] | QuantizedArray,
     *,
+    largest: Float32[Array, "T K"] | None = None,
     spread_over: int | None = None,
     activation_rule: ActivationRule | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T K H"]:
-    """The second half of `expert_rows`, of as many tokens as are given."""
+    """The second half of `expert_rows`, of as many tokens as are given.
+
+    largest: the largest magnitude of each whole activation, where these are some of its columns and FP8 rows find their
+      scales (`muse_jax.quantization.inputs.finds_row_scales`).
+    """
     plan = _plan(topk_ids, down, _shape(down), spread_over, implementation)
-    return _rows(activation, down, plan, activation_rule)
+    return _rows(activation, down, plan, activation_rule, largest)
 
 
 def _shape(weight: Array | QuantizedArray) -> tuple[int, ...]:
@@ -161,11 +166,17 @@ def _activation(
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
 
 
-def _rows(activation: Array, down: Array | QuantizedArray, plan: _Plan, rule: ActivationRule | None) -> Array:
+def _rows(
+    activation: Array,
+    down: Array | QuantizedArray,
+    plan: _Plan,
+    rule: ActivationRule | None,
+    largest: Array | None = None,
+) -> Array:
     tokens, routes_per_token, f = activation.shape
     rows = activation.reshape(tokens * routes_per_token, f)
     if isinstance(down, QuantizedArray):
-        inputs = quantized_input(rows, down, rule)
+        inputs = quantized_input(rows, down, rule, largest=None if largest is None else largest.reshape(-1))
         weight = Codes(values=down.values, scales=down.scales)
         run = lambda launch, into: quantized.down(
             inputs,

@@ -7,9 +7,9 @@
              combined = sum over ep of combined_r    [C, H]
 Router, projections and norms are whole on every rank, so routing is the same on all and nothing else is sent. With ep
 and tp both sums happen, in this order. Every rank enters every collective, whatever its routes. Source: spec e.
-Quantized experts have their inputs quantized on each rank, from the columns that it has. For MXFP4 and for FP8 with
-scales of blocks, which no rank splits, the codes are those of one device. An FP8 row with one scale finds it in F / tp
-columns, so that the codes of the second product depend on tp, as they do in vLLM (spec f.1).
+Quantized experts: each rank quantizes the columns that it has, to the codes of one device. A block of columns with one
+scale lies on one rank; the scale of a whole FP8 row is found over tp (in vLLM each rank finds its own: spec f.1):
+             largest = max over tp of max|activation_r|      [T, K], once a call, before any row travels
 """
 
 from __future__ import annotations
@@ -37,12 +37,22 @@ from muse_jax.config import MuseConfig
 from muse_jax.experts import down_rows, expert_activation, expert_rows
 from muse_jax.quantization.array import Format, QuantizedArray
 from muse_jax.quantization.fp8 import to_fnuz
-from muse_jax.quantization.inputs import ActivationRule, check_rule
+from muse_jax.quantization.inputs import ActivationRule, check_rule, finds_row_scales
 from muse_jax.schedule import Chunk, Schedule
-from muse_jax.sharding import HELD, Axis, BlockMesh, experts_of_ranks, held_shapes, place_weights, scale_axes
+from muse_jax.sharding import (
+    HELD,
+    Axis,
+    BlockMesh,
+    columns_per_scale,
+    experts_of_ranks,
+    held_shapes,
+    place_weights,
+    scale_axes,
+)
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm.quantized import hold
 from pallas_kernels.formats import round_to
+from pallas_kernels.quantize import largest_magnitudes
 
 Found = dict[str, Any]
 
@@ -73,7 +83,7 @@ class ShardedMoE(nnx.Module):
         activation_rule: how MXFP4 experts have their inputs quantized; None is "even".
         implementation: "pallas" (interpreted on a CPU, no gradient), "xla", or None for the best here.
         """
-        mesh.check(config)
+        mesh.check(config, columns_per_scale(held["down"]))
         for name, shape in held_shapes(config, mesh).items():
             if held[name].shape != shape:
                 raise ValueError(f"held[{name!r}] is {held[name].shape}; expected {shape}")
@@ -187,6 +197,9 @@ def _format(weight: jax.Array | QuantizedArray) -> Format | None:
 
 def _addressable(name: str, values: jax.Array, mesh: BlockMesh) -> jax.Array:
     """Codes as the kernels can address them on each device: `hold`, where a device's own are that many."""
+    own = jax.ShapeDtypeStruct(mesh.sharding(*HELD[name]).shard_shape(values.shape), values.dtype)
+    if jax.eval_shape(hold, own).shape == own.shape:
+        return values
     spec = mesh.spec(*HELD[name])
     return jax.jit(jax.shard_map(hold, mesh=mesh.mesh, in_specs=spec, out_specs=spec))(values)
 
@@ -198,7 +211,7 @@ class _Settings:
     config: MuseConfig
     mesh: BlockMesh
     schedule: Schedule
-    activation_rule: ActivationRule | None = None
+    activation_rule: ActivationRule | None
     implementation: Implementation | None
 
 
@@ -252,7 +265,7 @@ def _spec(name: str, value: jax.Array | QuantizedArray, mesh: BlockMesh) -> Part
         return mesh.spec(*HELD[name])
     return QuantizedArray(
         values=mesh.spec(*HELD[name]),
-        scales=mesh.spec(*scale_axes(name, value.scales.ndim == value.values.ndim)),
+        scales=mesh.spec(*scale_axes(name, columns_per_scale(value) > 1)),
         format=value.format,
         input_scale=None if value.input_scale is None else mesh.spec(),
     )
@@ -302,46 +315,44 @@ def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Set
     chunks = settings.schedule.chunks(
         local_ids.shape[0], config.routes_per_token * config.latent_width, settings.mesh.size("tp")
     )
-    options = {
-        "spread_over": config.num_experts,
-        "activation_rule": settings.activation_rule,
-        "implementation": settings.implementation,
-    }
     if len(chunks) == 1:
-        _, rows = expert_rows(inputs, local_ids, weights["gate_up"], weights["down"], **options)
+        _, rows = _partial_rows(weights, inputs, local_ids, settings)
         return _finalize(weights, rows, topk_weights, local_ids, chunks[0], settings)
 
     # The first GEMM takes all tokens at once and so reads its weights once; its output is 1 / tp as wide as F.
+    options = _expert_options(settings)
     activation = expert_activation(inputs, local_ids, weights["gate_up"], **options)
+    largest = _largest_over_tp(weights, activation, settings)
     size, whole = chunks[0].tokens, [chunk for chunk in chunks if chunk == chunks[0]]
 
     def cut(number: int) -> slice:
         return slice(number * size, number * size + chunks[number].tokens)
 
-    def multiply(activation: jax.Array, ids: jax.Array) -> jax.Array:
-        return down_rows(activation, ids, weights["down"], **options)
+    def multiply(activation: jax.Array, ids: jax.Array, largest: jax.Array | None) -> jax.Array:
+        return down_rows(activation, ids, weights["down"], largest=largest, **options)
 
     def multiply_chunk(number: int) -> jax.Array:
-        return multiply(activation[cut(number)], local_ids[cut(number)])
+        return multiply(*jax.tree.map(lambda value: value[cut(number)], (activation, local_ids, largest)))
 
     def finish_chunk(sums: jax.Array, number: int) -> jax.Array:
         return _finish(weights, sums, topk_weights[cut(number)], local_ids[cut(number)], chunks[number], settings)
 
-    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def step(carry: tuple[jax.Array, ...], chunk: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         sums, rows = carry
-        first_weights, first_ids, third_activation, third_ids = chunk
+        first_weights, first_ids, third = chunk
         done = _finish(weights, sums, first_weights, first_ids, chunks[0], settings)
-        return (_sum_over_tp(rows, chunks[0], settings), multiply(third_activation, third_ids)), done
+        return (_sum_over_tp(rows, chunks[0], settings), multiply(*third)), done
 
     parts = []
     sums, rows = _sum_over_tp(multiply_chunk(0), chunks[0], settings), multiply_chunk(1)
     if len(whole) > 2:
-        stacked = [
-            value[: len(whole) * size].reshape(len(whole), size, *value.shape[1:])
-            for value in (topk_weights, local_ids, activation)
-        ]
-        own_weights, ids, activations = stacked
-        (sums, rows), done = lax.scan(step, (sums, rows), (own_weights[:-2], ids[:-2], activations[2:], ids[2:]))
+        stacked = jax.tree.map(
+            lambda value: value[: len(whole) * size].reshape(len(whole), size, *value.shape[1:]),
+            (topk_weights, local_ids, (activation, local_ids, largest)),
+        )
+        own_weights, ids, read = stacked
+        third = jax.tree.map(lambda value: value[2:], read)
+        (sums, rows), done = lax.scan(step, (sums, rows), (own_weights[:-2], ids[:-2], third))
         parts.append(done.reshape(-1, done.shape[2]))
     # What the loop leaves under way, and the rest, whose size may be another: the same steps one by one.
     last = len(chunks) - 1
@@ -352,6 +363,34 @@ def _combined(weights: Found, found: Found, local_ids: jax.Array, settings: _Set
         sums, rows = next_sums, next_rows
     parts.append(finish_chunk(sums, last))
     return jnp.concatenate(parts)
+
+
+def _partial_rows(
+    weights: Found, inputs: jax.Array, local_ids: jax.Array, settings: _Settings
+) -> tuple[jax.Array, jax.Array]:
+    """(activation, expert_rows) of this rank: its columns of the first, its part of the sum of the second."""
+    gate_up, down, options = weights["gate_up"], weights["down"], _expert_options(settings)
+    if not (settings.mesh.tp and finds_row_scales(down)):
+        return expert_rows(inputs, local_ids, gate_up, down, **options)
+    activation = expert_activation(inputs, local_ids, gate_up, **options)
+    largest = _largest_over_tp(weights, activation, settings)
+    return activation, down_rows(activation, local_ids, down, largest=largest, **options)
+
+
+def _expert_options(settings: _Settings) -> dict[str, Any]:
+    return {
+        "spread_over": settings.config.num_experts,
+        "activation_rule": settings.activation_rule,
+        "implementation": settings.implementation,
+    }
+
+
+def _largest_over_tp(weights: Found, activation: jax.Array, settings: _Settings) -> jax.Array | None:
+    """The largest magnitude of each route's whole activation [T, K]; None where down's inputs need none."""
+    mesh = settings.mesh
+    if not (mesh.tp and finds_row_scales(weights["down"])):
+        return None
+    return lax.pmax(largest_magnitudes(activation), mesh.tp)
 
 
 def _finalize(
@@ -405,15 +444,7 @@ def _pad_tokens(value: jax.Array, chunk: Chunk, mesh: BlockMesh, fill: int = 0) 
 def _whole_rows(weights: Found, found: Found, local_ids: jax.Array, settings: _Settings) -> Found:
     """activation (this tp rank's columns), expert_rows and normed_rows, whole over ep."""
     mesh = settings.mesh
-    activation, rows = expert_rows(
-        found["expert_input"],
-        local_ids,
-        weights["gate_up"],
-        weights["down"],
-        spread_over=settings.config.num_experts,
-        activation_rule=settings.activation_rule,
-        implementation=settings.implementation,
-    )
+    activation, rows = _partial_rows(weights, found["expert_input"], local_ids, settings)
     is_mine = (local_ids >= 0)[:, :, None]
     activation, rows = (jnp.where(is_mine, value, jnp.zeros_like(value)) for value in (activation, rows))
     if mesh.ep:

@@ -115,15 +115,44 @@ class BlockMesh:
 
         quantization_block: columns of the expert width that must stay on one device; 1 for unquantized weights.
         """
-        experts, width = config.num_experts, config.expert_width
-        where = f"the block has E={experts} experts of width F={width}"
-        if self.size("ep") > experts:
-            raise ValueError(f"ep is {self.size('ep')} and {where}; ep can be 1 to {experts}")
-        if width % (self.size("tp") * quantization_block):
-            blocks = width // quantization_block if width % quantization_block == 0 else 1
-            possible = [str(size) for size in range(1, blocks + 1) if blocks % size == 0]
-            unit = f", in quantization blocks of {quantization_block}" if quantization_block > 1 else ""
-            raise ValueError(f"tp is {self.size('tp')} and {where}{unit}; tp can be {', '.join(possible)}")
+        problem = why_not_shared_out(
+            config.num_experts,
+            config.expert_width,
+            ep=self.size("ep"),
+            tp=self.size("tp"),
+            quantization_block=quantization_block,
+        )
+        if problem is not None:
+            raise ValueError(problem)
+
+
+def why_not_shared_out(
+    num_experts: int, expert_width: int, *, ep: int, tp: int, quantization_block: int = 1
+) -> str | None:
+    """Why ep and tp cannot share out the experts, with the sizes that could; None where they can.
+
+    quantization_block: as for `BlockMesh.check`.
+    """
+    where = f"the block has E={num_experts} experts of width F={expert_width}"
+    if ep > num_experts:
+        return f"ep is {ep} and {where}; ep can be 1 to {num_experts}"
+    if expert_width % (tp * quantization_block) == 0:
+        return None
+    unit = f", in quantization blocks of {quantization_block}" if quantization_block > 1 else ""
+    blocks, rest = divmod(expert_width, quantization_block)
+    if rest:
+        return f"tp is {tp} and {where}{unit}; F can be a multiple of {quantization_block}"
+    possible = [str(size) for size in range(1, blocks + 1) if blocks % size == 0]
+    return f"tp is {tp} and {where}{unit}; tp can be {', '.join(possible)}"
+
+
+def columns_per_scale(weight: Any) -> int:
+    """Columns of a weight that share a scale and must stay on one device; 1 where a row has one, or none is."""
+    if not isinstance(weight, QuantizedWeight | QuantizedArray):
+        return 1
+    if weight.format == "mxfp4":
+        return MXFP4_BLOCK
+    return FP8_BLOCK if weight.has_block_scales else 1
 
 
 def experts_of_ranks(num_experts: int, ranks: int) -> list[range]:
@@ -184,8 +213,7 @@ def place_weights(
 def _place_quantized(
     name: str, whole: QuantizedWeight | QuantizedArray, config: MuseConfig, mesh: BlockMesh, experts: list[int | None]
 ) -> QuantizedArray:
-    has_blocks = whole.format == "mxfp4" or whole.has_block_scales
-    mesh.check(config, {"mxfp4": MXFP4_BLOCK, "fp8": FP8_BLOCK}[whole.format] if has_blocks else 1)
+    mesh.check(config, columns_per_scale(whole))
 
     def split(array: Any, axes: tuple[Axis | None, ...]) -> jax.Array:
         array = np.asarray(array)
@@ -196,7 +224,7 @@ def _place_quantized(
     scale = None if whole.input_scale is None else np.float32(whole.input_scale)
     return QuantizedArray(
         values=split(whole.values, HELD[name]),
-        scales=split(whole.scales, scale_axes(name, has_blocks)),
+        scales=split(whole.scales, scale_axes(name, columns_per_scale(whole) > 1)),
         format=whole.format,
         input_scale=None if scale is None else place((), (), np.float32, mesh, lambda index: np.asarray(scale)),
     )

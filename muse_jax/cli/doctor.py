@@ -6,11 +6,12 @@ import argparse
 import json
 import platform
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from muse_jax.cli.table import print_table
+from muse_jax.deployment import Precision, service
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.target import TARGETS, current_architecture
 
@@ -41,15 +42,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
-    versions = found.pop("versions")
+    versions, formats = found.pop("versions"), found.pop("formats")
     print_table(("what", "found"), [(name.replace("_", " "), str(value)) for name, value in found.items()])
+    print()
+    print_table(("experts", "here", "because"), [(name, *said.values()) for name, said in formats.items()])
     print()
     print_table(("package", "version"), list(versions.items()))
     return 0
 
 
 def examine() -> dict[str, Any]:
-    """The facts as JSON-ready values: backend, devices, architecture, kernels, default implementation, versions."""
+    """The facts as JSON-ready values: backend, devices, architecture, kernels, default implementation, how experts of
+    each format are served here, versions.
+    """
     devices = jax.devices()
     stats = devices[0].memory_stats() or {}
     architecture = current_architecture()
@@ -61,6 +66,10 @@ def examine() -> dict[str, Any]:
         "architecture": architecture,
         "kernels": kernels_verdict(jax.default_backend(), architecture, _version("jax-rocm7-plugin")),
         "default_implementation": resolve(None),
+        "formats": {
+            precision: dict(zip(("service", "reason"), service(precision, architecture or "cpu"), strict=True))
+            for precision in get_args(Precision)
+        },
         "versions": {"python": platform.python_version()}
         | {name: version for name in (*_PACKAGES, *_PLUGINS) if (version := _version(name))},
     }

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from muse_jax.quantization.array import QuantizedArray
 from pallas_kernels.expert_gemm.quantized import FP8_BLOCK, Codes
@@ -35,12 +35,28 @@ def check_rule(rule: str | None, weight: Array | QuantizedArray) -> None:
         raise ValueError(f"activation_rule is {rule!r} and the experts are {held}; only MXFP4 experts have a rule")
 
 
+def finds_row_scales(weight: Array | QuantizedArray) -> bool:
+    """Whether an input row of `weight` has one scale, found in all of its columns."""
+    return (
+        isinstance(weight, QuantizedArray)
+        and weight.format == "fp8"
+        and not weight.has_block_scales
+        and weight.input_scale is None
+    )
+
+
 def quantized_input(
-    rows: Float[Array, "rows n"], weight: QuantizedArray, rule: ActivationRule | None = None
+    rows: Float[Array, "rows n"],
+    weight: QuantizedArray,
+    rule: ActivationRule | None = None,
+    *,
+    largest: Float32[Array, "rows"] | None = None,
 ) -> Codes | Float[Array, "rows n"]:
     """The input of a product with `weight`: `Codes` for FP8, numbers in the dtype of rows for MXFP4.
 
     rule: for MXFP4; None is "even", which is AMD Quark's.
+    largest: the largest magnitudes of whole rows, where `rows` and `weight` hold some of the columns; read where
+      `finds_row_scales(weight)`.
     """
     check_rule(rule, weight)
     if weight.format == "mxfp4":
@@ -50,8 +66,10 @@ def quantized_input(
     flavour: Flavour = "e4m3fn" if weight.values.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
     if weight.input_scale is not None:
         return _by_one_scale(rows, weight.input_scale, flavour)
-    group = FP8_BLOCK if weight.has_block_scales else None
-    values, scales = quantize_fp8_rows(rows, flavour, group=group)
+    if finds_row_scales(weight):
+        values, scales = quantize_fp8_rows(rows, flavour, largest=largest)
+    else:
+        values, scales = quantize_fp8_rows(rows, flavour, group=FP8_BLOCK)
     return Codes(values=values, scales=scales)
 
 

@@ -12,6 +12,7 @@ Source: spec f.1, f.2 and f.3; the rules for e are those of `pallas_kernels.form
 from pallas_kernels.quantize.xla import (
     dequantize_fp8_rows,
     dequantize_mxfp4_rows,
+    largest_magnitudes,
     pack_e2m1,
     quantize_fp8_rows,
     quantize_mxfp4_rows,
@@ -21,6 +22,7 @@ from pallas_kernels.quantize.xla import (
 __all__ = [
     "dequantize_fp8_rows",
     "dequantize_mxfp4_rows",
+    "largest_magnitudes",
     "pack_e2m1",
     "quantize_fp8_rows",
     "quantize_mxfp4_rows",

@@ -28,11 +28,16 @@ from pallas_kernels.formats import (
 
 
 def quantize_fp8_rows(
-    x: Float[Array, "*rows n"], flavour: Flavour = "e4m3fn", *, group: int | None = None
+    x: Float[Array, "*rows n"],
+    flavour: Flavour = "e4m3fn",
+    *,
+    group: int | None = None,
+    largest: Float32[Array, "*rows"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes [..., n], float8 of that flavour, and float32 scales [...], or [..., n / group] with one a column group.
 
-    x may have any float dtype; quotients are float32, true divisions (a reciprocal changes codes).
+    x may have any float dtype; quotients are float32, true divisions (a reciprocal changes codes). `largest` replaces
+    `largest_magnitudes(x)` where x is a part of its rows, so that all parts of a row have one scale.
     Raises ValueError for an unknown flavour, or n that is no multiple of group.
     """
     if flavour not in E4M3_LIMIT:
@@ -42,12 +47,17 @@ def quantize_fp8_rows(
     limit = E4M3_LIMIT[flavour]
     values = x.astype(jnp.float32)
     grouped = values if group is None else values.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    largest = jnp.max(magnitude_bits(grouped), axis=-1)  # as integers: a maximum of floats may lose a NaN
-    bounded = jnp.where(largest < FLOAT_INFINITY, bits_float(largest), jnp.nan)
-    scales = jnp.maximum(divide(bounded, jnp.full_like(bounded, limit)), jnp.float32(1 / (512 * limit)))
-    scales = jnp.where(largest < FLOAT_INFINITY, scales, jnp.nan)
+    largest = largest_magnitudes(grouped) if largest is None else largest
+    scales = jnp.maximum(divide(largest, jnp.full_like(largest, limit)), jnp.float32(1 / (512 * limit)))
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
     codes = encode_e4m3(jnp.clip(divide(grouped, scales[..., None]), -limit, limit), flavour).reshape(x.shape)
     return lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3_DTYPE[flavour]), scales
+
+
+def largest_magnitudes(x: Float[Array, "*rows n"]) -> Float32[Array, "*rows"]:
+    """max|x| of each row; infinity for a row with NaN or infinity, so that a maximum of several keeps it."""
+    bits = jnp.max(magnitude_bits(x.astype(jnp.float32)), axis=-1)  # as integers: a maximum of floats may lose a NaN
+    return jnp.where(bits < FLOAT_INFINITY, bits_float(bits), jnp.inf)
 
 
 def dequantize_fp8_rows(codes: jax.Array, scales: Float32[Array, "..."]) -> jax.Array:

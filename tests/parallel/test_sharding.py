@@ -61,7 +61,7 @@ def _on(array: jax.Array, device: jax.Device) -> np.ndarray:
     [
         ((1, 1, 3), 1, r"tp is 3 and the block has E=9 experts of width F=16; tp can be 1, 2, 4, 8, 16$"),
         ((1, 1, 8), 8, r"tp is 8 .* F=16, in quantization blocks of 8; tp can be 1, 2$"),
-        ((1, 1, 2), 32, r"tp is 2 .* in quantization blocks of 32; tp can be 1$"),
+        ((1, 1, 2), 32, r"tp is 2 .* in quantization blocks of 32; F can be a multiple of 32$"),
     ],
 )
 def test_what_does_not_divide_is_refused(shape, block, message):
