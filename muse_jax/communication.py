@@ -4,6 +4,7 @@
     reduce-scatter   of n bytes                               n (r - 1) / r
     all-gather       to n bytes                               n (r - 1) / r
 A rank's T / dp tokens, in chunks (`muse_jax.schedule`):
+    tp > 1, FP8 rows  their largest magnitudes [T, K] all-reduced, once
     tp > 1            rows [C, K, H] all-reduced, or reduce-scattered and combined [C, H] all-gathered
     ep > 1            combined [C, H] all-reduced; where rows were scattered only the rank's own [C / tp, H]
     dp does not divide T        out [T, D] all-gathered
@@ -62,6 +63,7 @@ def collectives(
     tp: int = 1,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     schedule: Schedule | None = None,
+    fp8_row_scales: bool = False,
 ) -> list[Collective]:
     """Every collective of one call of `ShardedMoE` on x [tokens, D]; none for 0 tokens.
 
@@ -70,6 +72,8 @@ def collectives(
       dp, ep, tp: devices along each axis.
       dtype: of x and the parameters.
       schedule: reduce dtype and chunks; None for the defaults.
+      fp8_row_scales: whether the experts are FP8 and each input row finds its own scale
+        (`muse_jax.quantization.inputs.finds_row_scales`); no other format sends more than unquantized experts do.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(_DTYPES)}")
@@ -80,6 +84,8 @@ def collectives(
     K, H = config.routes_per_token, config.latent_width
     own_tokens = -(-tokens // dp)
     found: Counter[tuple[Operation, Axis, int, tuple[int, ...], str]] = Counter()
+    if tokens and tp > 1 and fp8_row_scales:
+        found["all-reduce", "tp", tp, (own_tokens, K), "float32"] += 1
     for chunk in schedule.chunks(own_tokens, K * H, tp) if tokens else ():
         padded = -(-chunk.tokens // tp) * tp if chunk.scatter else chunk.tokens
         if tp > 1:

@@ -81,7 +81,8 @@ def compute_boundaries(
       dtype: "float32" or "bfloat16".
       implementation: "pallas" (interpreted on a CPU), "xla", "reference", or None for the best here.
       profile: the reference's roundings; None takes the dtype's own.
-      mesh: run over its axes dp, ep, tp; None runs on one device. The reference rounds as vLLM's ranks of ep and tp do.
+      mesh: run over its axes dp, ep, tp; None runs on one device. The reference rounds as vLLM's ranks of ep and tp do,
+        each with its own scales of FP8 rows; the others take those of whole rows, as on one device.
       schedule: how sums over the mesh are computed; None for the defaults.
       activation_rule: how inputs of MXFP4 experts are quantized: "even", "floor", "rceil", or "w4a16" for not at all;
         None is "even".

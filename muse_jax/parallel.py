@@ -48,6 +48,7 @@ from muse_jax.sharding import (
     held_shapes,
     place_weights,
     scale_axes,
+    weight_shape,
 )
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm.quantized import hold
@@ -85,8 +86,8 @@ class ShardedMoE(nnx.Module):
         """
         mesh.check(config, columns_per_scale(held["down"]))
         for name, shape in held_shapes(config, mesh).items():
-            if held[name].shape != shape:
-                raise ValueError(f"held[{name!r}] is {held[name].shape}; expected {shape}")
+            if weight_shape(held[name]) != shape:
+                raise ValueError(f"held[{name!r}] is {weight_shape(held[name])}; expected {shape}")
         formats: list[Format | None] = [_format(held[name]) for name in EXPERT_WEIGHTS]
         if formats[0] != formats[1]:
             words = " and ".join(form or "unquantized" for form in formats)

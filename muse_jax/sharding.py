@@ -155,6 +155,11 @@ def columns_per_scale(weight: Any) -> int:
     return FP8_BLOCK if weight.has_block_scales else 1
 
 
+def weight_shape(weight: Any) -> tuple[int, ...]:
+    """The shape of a weight, with the experts that have scales where it is quantized: kernels may hold more codes."""
+    return (weight.scales.shape[0], *weight.shape[1:]) if isinstance(weight, QuantizedArray) else tuple(weight.shape)
+
+
 def experts_of_ranks(num_experts: int, ranks: int) -> list[range]:
     """The experts of every rank of ep."""
     share, more = divmod(num_experts, ranks)
@@ -188,18 +193,18 @@ def place_weights(
     nothing is sent.
     Raises ValueError where a name is missing, a shape is not the configuration's, or the mesh does not fit.
     """
-    mesh.check(config)
     for name, shape in weight_shapes(config).items():
         if name not in weights:
             raise ValueError(f"weights has no {name!r}; expected {', '.join(HELD)}")
-        if tuple(weights[name].shape) != shape:
-            raise ValueError(f"weights[{name!r}] is {tuple(weights[name].shape)}; expected {shape}")
+        if weight_shape(weights[name]) != shape:
+            raise ValueError(f"weights[{name!r}] is {weight_shape(weights[name])}; expected {shape}")
+    mesh.check(config, max(columns_per_scale(weights[name]) for name in EXPERT_WEIGHTS))
     experts = expert_of_slot(config.num_experts, mesh.size("ep"))
     placed: dict[str, jax.Array | QuantizedArray] = {}
     for name, shape in held_shapes(config, mesh).items():
         whole = weights[name]
         if isinstance(whole, QuantizedWeight | QuantizedArray):
-            placed[name] = _place_quantized(name, whole, config, mesh, experts)
+            placed[name] = _place_quantized(name, whole, mesh, experts)
             continue
         whole = np.asarray(whole)
         if name in EXPERT_WEIGHTS:
@@ -211,10 +216,8 @@ def place_weights(
 
 
 def _place_quantized(
-    name: str, whole: QuantizedWeight | QuantizedArray, config: MuseConfig, mesh: BlockMesh, experts: list[int | None]
+    name: str, whole: QuantizedWeight | QuantizedArray, mesh: BlockMesh, experts: list[int | None]
 ) -> QuantizedArray:
-    mesh.check(config, columns_per_scale(whole))
-
     def split(array: Any, axes: tuple[Axis | None, ...]) -> jax.Array:
         array = np.asarray(array)
         # gate_up's rows, or its blocks of rows, are those of gate and then those of up.

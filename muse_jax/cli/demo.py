@@ -42,7 +42,10 @@ FORMATS = (
 )
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "pallas")
 # (number of the format, mesh): where the block also runs over several devices.
-MESH_RUNS = ((0, "ep=2"), (0, "tp=4"), (0, "dp=2,ep=2,tp=2"), (3, "ep=4"), (3, "ep=2,tp=4"))
+MESH_RUNS = (
+    *((0, "ep=2"), (0, "tp=4"), (0, "dp=2,ep=2,tp=2"), (3, "ep=4"), (3, "ep=2,tp=4")),
+    *((4, "dp=2,ep=2,tp=2"), (5, "ep=2,tp=3")),
+)
 _MOST_DEVICES = 8
 TOKENS = 21
 EPILOG = """\

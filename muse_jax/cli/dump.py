@@ -26,7 +26,8 @@ FILE of --input is safetensors and holds L.x or x, [T, D]. The file of --out get
 whole or not at all. float32 widens the weights and rounds nothing in between; bfloat16 rounds where vLLM on AMD does,
 and the reference can take another framework's roundings with --profile. --implementation pallas interprets the
 kernels on a CPU. --mesh runs over several devices (a CPU is split into as many as it takes); the reference then rounds
-as vLLM's ranks do. Quantized experts keep their codes and scales; what they read is quantized as their format says.
+as vLLM's ranks do, each with its own scales of FP8 rows. Quantized experts keep their codes and scales; what they read
+is quantized as their format says.
 
 example:
   muse-jax dump tests/data/hf-tiny/checkpoint --layer 0 --input tests/data/hf-tiny/moe_f32.safetensors --out

@@ -102,10 +102,10 @@ def test_demo(capsys):
     code, said, _ = run(capsys, "demo", "--json")
     runs = json.loads(said)["runs"]
     assert code == 0
-    assert len(runs) == 17
+    assert len(runs) == 19
     assert all(one["parted"] is None for one in runs)
     assert {one["implementation"] for one in runs} == {"xla", "pallas"}
-    assert sum(one["mesh"] != "one device" for one in runs) == 5
+    assert sum(one["mesh"] != "one device" for one in runs) == 7
 
 
 def test_dump_json(capsys, tmp_path):

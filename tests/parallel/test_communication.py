@@ -11,10 +11,11 @@ from tests.parallel.cases import BFLOAT16, CHUNKED, FLOAT32, MESHES, WIDE, compi
 from tests.parallel.test_parallel import config_of
 
 
-def predicted(shape, count, config, dtype, schedule, *, ranks=True):
+def predicted(shape, count, config, dtype, schedule, *, ranks=True, fp8_row_scales=False):
     sizes = dict(zip(("dp", "ep", "tp"), shape, strict=True))
     found = Counter()
-    for one in collectives(config, count, **sizes, dtype=dtype.name, schedule=schedule):
+    options = {"dtype": dtype.name, "schedule": schedule, "fp8_row_scales": fp8_row_scales}
+    for one in collectives(config, count, **sizes, **options):
         found[one.operation, one.ranks * ranks, one.shape, one.dtype] += one.times
     return found
 
