@@ -18,8 +18,7 @@ from muse_jax.quantization.array import QuantizedArray
 from muse_jax.quantization.inputs import ActivationRule, check_rule, quantized_input
 from pallas_kernels import expert_gemm
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.expert_gemm import Tile, choose_config, quantized, xla_block_rows
-from pallas_kernels.expert_gemm.quantized import Codes
+from pallas_kernels.expert_gemm import Codes, Tile, choose_config, xla_block_rows
 from pallas_kernels.route_map import Counts, RouteMap, route_map
 
 
@@ -149,19 +148,17 @@ def _activation(
     rule: ActivationRule | None,
 ) -> Array:
     tokens, routes_per_token = topk_ids.shape
-    common = {"routes_per_token": routes_per_token, "implementation": plan.implementation}
-    if isinstance(gate_up, QuantizedArray):
-        # Once a token, before it goes to its K experts.
-        inputs = quantized_input(expert_input, gate_up, rule)
-        weight = Codes(values=gate_up.values, scales=gate_up.scales)
-        run = lambda launch, into: quantized.gate_up(
-            inputs, weight, launch.routes, out_dtype=expert_input.dtype, tile=launch.gate_up, into=into, **common
-        )
-    else:
-        check_rule(rule, gate_up)
-        run = lambda launch, into: expert_gemm.gate_up(
-            expert_input, gate_up, launch.routes, tile=launch.gate_up, into=into, **common
-        )
+    inputs, weight = _operands(expert_input, gate_up, rule)  # quantized once a token, before it goes to its K experts
+    run = lambda launch, into: expert_gemm.gate_up(
+        inputs,
+        weight,
+        launch.routes,
+        routes_per_token=routes_per_token,
+        out_dtype=expert_input.dtype,
+        implementation=plan.implementation,
+        tile=launch.gate_up,
+        into=into,
+    )
     flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
 
@@ -175,25 +172,28 @@ def _rows(
 ) -> Array:
     tokens, routes_per_token, f = activation.shape
     rows = activation.reshape(tokens * routes_per_token, f)
-    if isinstance(down, QuantizedArray):
-        inputs = quantized_input(rows, down, rule, largest=None if largest is None else largest.reshape(-1))
-        weight = Codes(values=down.values, scales=down.scales)
-        run = lambda launch, into: quantized.down(
-            inputs,
-            weight,
-            launch.routes,
-            out_dtype=rows.dtype,
-            implementation=plan.implementation,
-            tile=launch.down,
-            into=into,
-        )
-    else:
-        check_rule(rule, down)
-        run = lambda launch, into: expert_gemm.down(
-            rows, down, launch.routes, implementation=plan.implementation, tile=launch.down, into=into
-        )
+    inputs, weight = _operands(rows, down, rule, None if largest is None else largest.reshape(-1))
+    run = lambda launch, into: expert_gemm.down(
+        inputs,
+        weight,
+        launch.routes,
+        out_dtype=rows.dtype,
+        implementation=plan.implementation,
+        tile=launch.down,
+        into=into,
+    )
     flat = _run_all(run, plan)
     return flat.reshape(tokens, routes_per_token, flat.shape[1])
+
+
+def _operands(
+    rows: Array, weight: Array | QuantizedArray, rule: ActivationRule | None, largest: Array | None = None
+) -> tuple[Array | Codes, Array | Codes]:
+    """(rows as a product with the weight reads them, the weight)."""
+    if isinstance(weight, QuantizedArray):
+        return quantized_input(rows, weight, rule, largest=largest), weight.codes
+    check_rule(rule, weight)
+    return rows, weight
 
 
 def _run_all(run: Callable[[_Launch, Array | None], Array], plan: _Plan) -> Array:

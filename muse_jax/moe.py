@@ -25,7 +25,6 @@ from muse_jax.quantization.array import Format, QuantizedArray
 from muse_jax.quantization.inputs import ActivationRule, check_rule
 from muse_jax.router import choose_experts, router_logits
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.expert_gemm.quantized import hold
 from pallas_kernels.target import current_target
 
 _INIT = nnx.initializers.normal(stddev=0.02)
@@ -57,7 +56,7 @@ class MuseRouter(nnx.Module):
 class MuseExperts(nnx.Module):
     """The routed experts: `gate_up` [E, 2F, H] and `down` [E, H, F]; returns unweighted rows.
 
-    Quantized experts hold codes there (`muse_jax.quantization.QuantizedArray`'s values) and their scales in
+    Quantized experts hold codes there (the values of `muse_jax.quantization.QuantizedArray.held`) and their scales in
     `gate_up_scales` and `down_scales`; `hold` takes them in, `weight` gives them back.
     """
 
@@ -82,8 +81,9 @@ class MuseExperts(nnx.Module):
             raise ValueError(f"gate_up is {gate_up.format} and down {down.format}; expected one format")
         check_rule(activation_rule, gate_up)
         self.format, self.activation_rule = gate_up.format, activation_rule
-        self.gate_up, self.gate_up_scales = nnx.Param(hold(gate_up.values)), nnx.Param(gate_up.scales)
-        self.down, self.down_scales = nnx.Param(hold(down.values)), nnx.Param(down.scales)
+        gate_up, down = gate_up.held(), down.held()
+        self.gate_up, self.gate_up_scales = nnx.Param(gate_up.values), nnx.Param(gate_up.scales)
+        self.down, self.down_scales = nnx.Param(down.values), nnx.Param(down.scales)
         if gate_up.input_scale is not None and down.input_scale is not None:
             self.gate_up_input_scale = nnx.Param(gate_up.input_scale)
             self.down_input_scale = nnx.Param(down.input_scale)

@@ -50,8 +50,8 @@ from muse_jax.sharding import (
     scale_axes,
     weight_shape,
 )
-from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.expert_gemm.quantized import hold
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.expert_gemm import wraps
 from pallas_kernels.formats import round_to
 from pallas_kernels.quantize import largest_magnitudes
 
@@ -102,10 +102,11 @@ class ShardedMoE(nnx.Module):
         for name in HELD:
             value = held[name]
             if isinstance(value, QuantizedArray):
+                value = _held(name, value, mesh)
                 setattr(self, f"{name}_scales", nnx.Param(value.scales))
                 if value.input_scale is not None:
                     setattr(self, f"{name}_input_scale", nnx.Param(value.input_scale))
-                value = _addressable(name, value.values, mesh) if resolve(implementation) == "pallas" else value.values
+                value = value.values
             setattr(self, name, nnx.Param(value))
 
     @classmethod
@@ -196,13 +197,13 @@ def _format(weight: jax.Array | QuantizedArray) -> Format | None:
     return weight.format if isinstance(weight, QuantizedArray) else None
 
 
-def _addressable(name: str, values: jax.Array, mesh: BlockMesh) -> jax.Array:
-    """Codes as the kernels can address them on each device: `hold`, where a device's own are that many."""
-    own = jax.ShapeDtypeStruct(mesh.sharding(*HELD[name]).shard_shape(values.shape), values.dtype)
-    if jax.eval_shape(hold, own).shape == own.shape:
-        return values
-    spec = mesh.spec(*HELD[name])
-    return jax.jit(jax.shard_map(hold, mesh=mesh.mesh, in_specs=spec, out_specs=spec))(values)
+def _held(name: str, weight: QuantizedArray, mesh: BlockMesh) -> QuantizedArray:
+    """The weight as kernels read it, each device's own part made there where that differs."""
+    spec = _spec(name, weight, mesh)
+    shard = mesh.sharding(*HELD[name]).shard_shape(weight.values.shape)
+    if weight.format == "fp8" and not wraps(jax.ShapeDtypeStruct(shard, weight.values.dtype)):
+        return weight
+    return jax.jit(jax.shard_map(QuantizedArray.held, mesh=mesh.mesh, in_specs=(spec,), out_specs=spec))(weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 
 from pallas_kernels import expert_gemm
-from pallas_kernels.expert_gemm import Tile, quantized
-from pallas_kernels.expert_gemm.quantized import Codes
+from pallas_kernels.expert_gemm import Codes
 from pallas_kernels.expert_gemm.tiles import Entry, GemmConfig, entries
 from pallas_kernels.finalize import finalize
 from pallas_kernels.formats import E4M3_DTYPE, MX_BLOCK
@@ -157,8 +156,25 @@ def _gemm_cases(name: str, entry: Entry, config: GemmConfig, target: str) -> Ite
             _operands(routes_count // _K, 2 * f, h, dtype, target),
             _operands(routes_count, h, f, dtype, target),
         )
-        yield AotCase(f"gate_up {what}", _gate_up_call(dtype, fitted.gate_up), (*first, routes), _MFMA[dtype])
-        yield AotCase(f"down {what}", _down_call(dtype, fitted.down), (*second, routes), _MFMA[dtype])
+        options: dict[str, Any] = {"implementation": "pallas", "interpret": False, "out_dtype": _out_dtype(dtype)}
+        yield AotCase(
+            f"gate_up {what}",
+            lambda x, w, r, tile=fitted.gate_up, options=options: expert_gemm.gate_up(
+                x, w, r, routes_per_token=_K, tile=tile, **options
+            ),
+            (*first, routes),
+            _MFMA[dtype],
+        )
+        yield AotCase(
+            f"down {what}",
+            lambda x, w, r, tile=fitted.down, options=options: expert_gemm.down(x, w, r, tile=tile, **options),
+            (*second, routes),
+            _MFMA[dtype],
+        )
+
+
+def _out_dtype(dtype: str) -> str:
+    return "float32" if dtype == "float32" else "bfloat16"
 
 
 def _operands(rows: int, outputs: int, inputs: int, dtype: str, target: str) -> tuple[Any, Any]:
@@ -168,29 +184,12 @@ def _operands(rows: int, outputs: int, inputs: int, dtype: str, target: str) -> 
         code = E4M3_DTYPE[find_target(target).fp8]
         x = Codes(values=shape((rows, inputs), code), scales=shape((rows,), jnp.float32))
         weight = Codes(values=shape((_E, outputs, inputs), code), scales=shape((_E, outputs), jnp.float32))
-        return x, _held(weight)
+        return x, jax.eval_shape(expert_gemm.hold, weight)
     if dtype == "mxfp4":
         values, scales = (shape((_E, outputs, inputs // each), jnp.uint8) for each in (2, MX_BLOCK))
-        return shape((rows, inputs), jnp.bfloat16), _held(Codes(values=values, scales=scales))
+        weight = Codes(values=values, scales=scales)
+        return shape((rows, inputs), jnp.bfloat16), jax.eval_shape(expert_gemm.hold, weight)
     return shape((rows, inputs), dtype), shape((_E, outputs, inputs), dtype)
-
-
-def _held(weight: Codes) -> Codes:
-    return dataclasses.replace(weight, values=jax.eval_shape(quantized.hold, weight.values))
-
-
-def _gate_up_call(dtype: str, tile: Tile) -> Callable[..., Any]:
-    options: dict[str, Any] = {"implementation": "pallas", "tile": tile, "interpret": False, "routes_per_token": _K}
-    if dtype in ("fp8", "mxfp4"):
-        return lambda x, w, r: quantized.gate_up(x, w, r, out_dtype=jnp.bfloat16, **options)
-    return lambda x, w, r: expert_gemm.gate_up(x, w, r, **options)
-
-
-def _down_call(dtype: str, tile: Tile) -> Callable[..., Any]:
-    options: dict[str, Any] = {"implementation": "pallas", "tile": tile, "interpret": False}
-    if dtype in ("fp8", "mxfp4"):
-        return lambda a, w, r: quantized.down(a, w, r, out_dtype=jnp.bfloat16, **options)
-    return lambda a, w, r: expert_gemm.down(a, w, r, **options)
 
 
 def lower(case: AotCase, target: Target) -> list[LoweredKernel]:

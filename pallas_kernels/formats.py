@@ -76,7 +76,8 @@ E4M3_BIAS = {"e4m3fn": 7, "e4m3fnuz": 8}
 E4M3_LIMIT = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}  # of quantized activations: the same codes, one worth half the other
 E4M3_DTYPE = {"e4m3fn": jnp.float8_e4m3fn, "e4m3fnuz": jnp.float8_e4m3fnuz}
 MX_RULES = ("even", "floor", "rceil")
-MX_BLOCK = 32
+MX_BLOCK = 32  # columns that share a scale
+FP8_BLOCK = 128  # rows and columns that share a scale, where an FP8 weight has scales of blocks
 
 Flavour = Literal["e4m3fn", "e4m3fnuz"]
 Rule = Literal["even", "floor", "rceil"]

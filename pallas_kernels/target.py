@@ -99,7 +99,12 @@ def find_target(name: str) -> Target:
 
 
 def current_architecture() -> str | None:
-    """The architecture of the first GPU of the default backend, None without one."""
+    """The architecture that is being compiled for: one of `TARGETS` that a mesh without devices names, or else that of
+    the first GPU of the default backend; None without one.
+    """
+    named = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if named is not None and named.device_kind in TARGETS:
+        return named.device_kind
     if jax.default_backend() != "gpu":
         return None
     return architecture(jax.devices()[0].compute_capability)

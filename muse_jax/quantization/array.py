@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from muse_jax.checkpoint.quantized import FP8_BLOCK, FP8_DTYPES, MXFP4_BLOCK, QuantizedWeight
+from pallas_kernels.expert_gemm import Codes, hold, stored
 from pallas_kernels.formats import decode_e4m3
 from pallas_kernels.quantize import dequantize_mxfp4_rows
 
@@ -28,7 +29,8 @@ class QuantizedArray:
         mxfp4    e2m1(values[..., o, i // 2] >> 4 * (i % 2) & 15) * 2^(scales[..., o, i // 32] - 127)
 
     Attributes:
-      values: "fp8": float8_e4m3fn or float8_e4m3fnuz [..., out, in]. "mxfp4": uint8 [..., out, in / 2].
+      values: "fp8": float8_e4m3fn or float8_e4m3fnuz [..., out, in]. "mxfp4": uint8 [..., out, in / 2], or, held as
+        kernels read it (`held`), uint16 [..., out, in / 4] with bfloat16 scales, the same codes and powers of two.
       scales: "fp8": float32 [..., out], or [..., ceil(out / 128), ceil(in / 128)]. "mxfp4": uint8 [..., out, in / 32].
       format: "fp8" or "mxfp4"; part of the tree's structure, not a leaf.
       input_scale: float32 [], the one scale of all inputs of an fp8 weight; None where each row finds its own.
@@ -51,14 +53,24 @@ class QuantizedArray:
     def to_host(self) -> QuantizedWeight:
         """The same weight in host memory; it must have the axes [E, out, in]."""
         scale = None if self.input_scale is None else float(self.input_scale)
-        values, scales = np.asarray(self.values), np.asarray(self.scales)
+        codes = stored(self.codes)
+        values, scales = np.asarray(codes.values), np.asarray(codes.scales)
         return QuantizedWeight(values=values, scales=scales, format=self.format, input_scale=scale)
+
+    @property
+    def codes(self) -> Codes:
+        """The two arrays as the expert GEMMs take them."""
+        return Codes(values=self.values, scales=self.scales)
+
+    def held(self) -> QuantizedArray:
+        """The same weight as kernels read it (`pallas_kernels.expert_gemm.hold`); XLA paths read either."""
+        codes = hold(self.codes)
+        return replace(self, values=codes.values, scales=codes.scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape [..., out, in]."""
-        *rows, columns = self.values.shape
-        return (*rows, 2 * columns if self.format == "mxfp4" else columns)
+        return (*self.values.shape[:-1], self.codes.columns)
 
     @property
     def has_block_scales(self) -> bool:
@@ -91,7 +103,8 @@ class QuantizedArray:
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The numbers that codes and scales stand for, [..., out, in], multiplied in float32."""
         if self.format == "mxfp4":
-            return dequantize_mxfp4_rows(self.values, self.scales).astype(dtype)
+            codes = stored(self.codes)
+            return dequantize_mxfp4_rows(codes.values, codes.scales).astype(dtype)
         flavour = "e4m3fn" if self.values.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
         values = decode_e4m3(jax.lax.bitcast_convert_type(self.values, jnp.uint8), flavour)
         scales = self.scales[..., None]

@@ -17,8 +17,16 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from muse_jax.quantization.array import QuantizedArray
-from pallas_kernels.expert_gemm.quantized import FP8_BLOCK, Codes
-from pallas_kernels.formats import E4M3_DTYPE, E4M3_LIMIT, FLOAT_INFINITY, Flavour, encode_e4m3, magnitude_bits
+from pallas_kernels.expert_gemm import Codes
+from pallas_kernels.formats import (
+    E4M3_DTYPE,
+    E4M3_LIMIT,
+    FLOAT_INFINITY,
+    FP8_BLOCK,
+    Flavour,
+    encode_e4m3,
+    magnitude_bits,
+)
 from pallas_kernels.quantize import dequantize_mxfp4_rows, quantize_fp8_rows, quantize_mxfp4_rows
 
 ActivationRule = Literal["even", "floor", "rceil", "w4a16"]

@@ -9,17 +9,20 @@ expert: a block of 192 rows is two products, of 128 rows and of 64, with the sam
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels._pallas import pallas_call
-from pallas_kernels._tile import dot_rows, load_tile
 from pallas_kernels.dispatch import interpreted
+from pallas_kernels.expert_gemm.codes import CODES_A_WORD, Codes, Input, Weight, hold
+from pallas_kernels.expert_gemm.products import Place, Product, fp8, mxfp4, plain
 from pallas_kernels.expert_gemm.tiles import Tile
 from pallas_kernels.formats import round_to, swiglu
 from pallas_kernels.route_map import UNUSED, RouteMap
@@ -77,18 +80,6 @@ def for_own_block(tile: Tile, rows_ref, group_ref, experts: int, routes: int, co
         pl.when(~is_expert & (group != UNUSED))(lambda: clear(rows(block_rows), start))
 
 
-def steps_of(tile: Tile, depth: int, columns: int, rows):
-    """Steps of `tile.depth` that cover the contraction: a constant, but for masked loads a number only known in the
-    run.
-
-    Of a short loop whose length it knows, LLVM makes straight code; with masks that spills registers on both AMD chips.
-    """
-    steps = pl.cdiv(depth, tile.depth)
-    if depth % tile.depth == 0 and columns % tile.cols == 0:
-        return steps
-    return jnp.minimum(jnp.max(rows[0]) + steps, steps).astype(jnp.int32)
-
-
 def store_rows(out_ref, rows, column, values):
     """Each row at its route's own place; rows past the array are empty."""
     routes, columns = out_ref.shape
@@ -96,30 +87,25 @@ def store_rows(out_ref, rows, column, values):
     plt.store(out_ref.at[rows[:, None], column[None, :]], values, mask=keep)
 
 
-def _gate_up(x_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile, routes_per_token: int):
-    out_ref = refs[-1]  # before it, the array that it shares its memory with, if there is one
-    experts, _, depth = weight_ref.shape
+def _gate_up(*refs, product: Product, operands: int, experts: int, tile: Tile, routes_per_token: int, interpret: bool):
+    inputs, (rows_ref, group_ref), out_ref = refs[:operands], refs[operands : operands + 2], refs[-1]
     routes, f = out_ref.shape
 
     def multiply(rows, start, expert):
-        tokens = [jnp.where(part < routes, part // routes_per_token, 0) for part in rows]
-        depth_limit = None if depth % tile.depth == 0 else depth
         # One product gives both halves, gate and up of a column side by side: matrix units are fed better by one wide
         # operand than by two, and a thread holds neighbouring columns, so that taking them apart moves nothing.
         pair = jnp.arange(2 * tile.cols)
         own_column = start + pair // 2
-        weight_row = (pair % 2) * f + own_column
-        row_mask = None if f % tile.cols == 0 else own_column < f
-
-        def step(i, sums):
-            d = i * tile.depth + jnp.arange(tile.depth)
-            weight = load_tile(weight_ref, weight_row, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
-            xs = [load_tile(x_ref, token, d, column_limit=depth_limit) for token in tokens]
-            return [total + dot_rows(x, weight) for x, total in zip(xs, sums, strict=True)]
-
-        zeros = [jnp.zeros((part.shape[0], 2 * tile.cols), jnp.float32) for part in rows]
-        sums = lax.fori_loop(0, steps_of(tile, depth, f, rows), step, zeros)
-        for part, total in zip(rows, sums, strict=True):
+        is_ragged = f % tile.cols != 0
+        place = Place(
+            expert=expert,
+            rows=[jnp.where(part < routes, part // routes_per_token, 0) for part in rows],
+            weight_row=(pair % 2) * f + own_column,
+            row_mask=own_column < f if is_ragged else None,
+            edge=is_ragged,
+            interpret=interpret,
+        )
+        for part, total in zip(rows, product(tile, inputs, place), strict=True):
             gate, up = lax.split(total.reshape(part.shape[0], tile.cols, 2), (1, 1), axis=2)
             values = swiglu(gate.reshape(gate.shape[:2]), up.reshape(up.shape[:2]), out_ref.dtype)
             store_rows(out_ref, part, start + jnp.arange(tile.cols), values)
@@ -127,26 +113,22 @@ def _gate_up(x_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile, routes_p
     for_own_block(tile, rows_ref, group_ref, experts, routes, f, multiply)
 
 
-def _down(activation_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile):
-    out_ref = refs[-1]
-    experts, _, depth = weight_ref.shape
+def _down(*refs, product: Product, operands: int, experts: int, tile: Tile, interpret: bool):
+    inputs, (rows_ref, group_ref), out_ref = refs[:operands], refs[operands : operands + 2], refs[-1]
     routes, h = out_ref.shape
 
     def multiply(rows, start, expert):
         column = start + jnp.arange(tile.cols)
-        own_rows = [jnp.where(part < routes, part, 0) for part in rows]
-        depth_limit = None if depth % tile.depth == 0 else depth
-        row_mask = None if h % tile.cols == 0 else column < h
-
-        def step(i, totals):
-            d = i * tile.depth + jnp.arange(tile.depth)
-            weight = load_tile(weight_ref, column, d, column_limit=depth_limit, row_mask=row_mask, lead=(expert,))
-            activations = [load_tile(activation_ref, own_row, d, column_limit=depth_limit) for own_row in own_rows]
-            return [total + dot_rows(a, weight) for a, total in zip(activations, totals, strict=True)]
-
-        zeros = [jnp.zeros((part.shape[0], tile.cols), jnp.float32) for part in rows]
-        totals = lax.fori_loop(0, steps_of(tile, depth, h, rows), step, zeros)
-        for part, total in zip(rows, totals, strict=True):
+        is_ragged = h % tile.cols != 0
+        place = Place(
+            expert=expert,
+            rows=[jnp.where(part < routes, part, 0) for part in rows],
+            weight_row=column,
+            row_mask=column < h if is_ragged else None,
+            edge=is_ragged,
+            interpret=interpret,
+        )
+        for part, total in zip(rows, product(tile, inputs, place), strict=True):
             store_rows(out_ref, part, column, round_to(total, out_ref.dtype).astype(out_ref.dtype))
 
     def clear(rows, start):
@@ -158,46 +140,64 @@ def _down(activation_ref, weight_ref, rows_ref, group_ref, *refs, tile: Tile):
 
 
 def gate_up(
-    x: Float[Array, "T H"],
-    weight: Float[Array, "E F2 H"],
-    routes: RouteMap,
-    num_routes: int,
-    tile: Tile,
-    into: Float[Array, "R F"] | None = None,
-    interpret: bool | None = None,
+    x: Input, weight: Weight, routes: RouteMap, num_routes: int, dtype: DTypeLike, tile: Tile, into, interpret
 ) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
-    kernel = functools.partial(_gate_up, tile=tile, routes_per_token=num_routes // x.shape[0])
-    out_shape = jax.ShapeDtypeStruct((num_routes, weight.shape[1] // 2), x.dtype)
-    return call_blocks("muse_gate_up", kernel, (x, weight), routes, out_shape, tile, into, interpret)
+    shape = jax.ShapeDtypeStruct((num_routes, _out_columns(weight) // 2), dtype)
+    tokens = (x.values if isinstance(x, Codes) else x).shape[0]
+    kernel = functools.partial(_gate_up, routes_per_token=num_routes // tokens)
+    return _call("muse_gate_up", kernel, x, weight, routes, shape, tile, into, interpret)
 
 
 def down(
-    activation: Float[Array, "R F"],
-    weight: Float[Array, "E H F"],
-    routes: RouteMap,
-    tile: Tile,
-    into: Float[Array, "R H"] | None = None,
-    interpret: bool | None = None,
+    activation: Input, weight: Weight, routes: RouteMap, dtype: DTypeLike, tile: Tile, into, interpret
 ) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
-    kernel = functools.partial(_down, tile=tile)
-    out_shape = jax.ShapeDtypeStruct((activation.shape[0], weight.shape[1]), activation.dtype)
-    return call_blocks("muse_down", kernel, (activation, weight), routes, out_shape, tile, into, interpret)
+    rows = (activation.values if isinstance(activation, Codes) else activation).shape[0]
+    shape = jax.ShapeDtypeStruct((rows, _out_columns(weight)), dtype)
+    return _call("muse_down", _down, activation, weight, routes, shape, tile, into, interpret)
 
 
-def call_blocks(name, kernel, arrays, routes, out_shape, tile, into, interpret):
-    """Run `kernel(*arrays, rows, group, [into,] out)` over the row blocks and column tiles of an output [R, columns].
+def _out_columns(weight: Weight) -> int:
+    return (weight.values if isinstance(weight, Codes) else weight).shape[1]
+
+
+def _call(name, kernel, x, weight, routes, out_shape, tile, into, interpret):
+    """Run `kernel` over the row blocks and column tiles of an output [R, columns].
 
     into: the rows that the kernel does not store; its memory becomes the output's.
     """
+    interpret = interpreted() if interpret is None else interpret
+    suffix, product, arrays, experts = _operands(x, weight)
     return pallas_call(
-        kernel,
+        functools.partial(
+            kernel, product=product, operands=len(arrays), experts=experts, tile=tile, interpret=interpret
+        ),
         grid=_grid(tile, routes.group.shape[0], out_shape.shape[1]),
         out_shape=out_shape,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        interpret=interpreted() if interpret is None else interpret,
-        name=name,
+        interpret=interpret,
+        name=name + suffix,
         aliases=None if into is None else {len(arrays) + 2: 0},
     )(*arrays, routes.rows, routes.group, *(() if into is None else (into,)))
+
+
+def _operands(x: Input, weight: Weight) -> tuple[str, Product, tuple[Any, ...], int]:
+    """(what the kernel's name ends with, its product, the arrays that it reads, experts)."""
+    if isinstance(weight, Codes) and isinstance(x, Codes):
+        arrays = (_bytes_of_fnuz(x.values), x.scales, _bytes_of_fnuz(weight.values), weight.scales)
+        return "_fp8", fp8, arrays, weight.scales.shape[0]
+    if isinstance(weight, Codes):
+        held = hold(weight)
+        return "_mxfp4", mxfp4, (_planes(x), held.values, held.scales), held.scales.shape[0]
+    return "", plain, (x, weight), weight.shape[0]
+
+
+def _planes(x: Any) -> Float[Array, "4 rows n_fourth"]:
+    """Every fourth column of x, from the first, second, third and fourth on."""
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // CODES_A_WORD, CODES_A_WORD), 2, 0)
+
+
+def _bytes_of_fnuz(values: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype == jnp.float8_e4m3fnuz else values

@@ -38,6 +38,8 @@ class Tile:
     group: row blocks that walk the same columns before the next columns, so that they share weights in the cache.
     tails: row counts below the block's for which there is code of its own: a block runs with the first that holds its
       live rows. Ascending.
+    weights_first: multiply weights by inputs, so that the sums are [columns, rows]. NVIDIA's matrix units take their
+      first operand from registers, where MXFP4 weights are unpacked.
     """
 
     cols: int
@@ -46,6 +48,7 @@ class Tile:
     num_stages: int
     group: int = 1
     tails: tuple[int, ...] = ()
+    weights_first: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tails", tuple(self.tails))
@@ -99,7 +102,7 @@ class GemmConfig:
         found: dict[str, Any] = {"block_rows": self.block_rows}
         for kernel in ("gate_up", "down"):
             tile = dataclasses.asdict(getattr(self, kernel))
-            found[kernel] = {name: value for name, value in tile.items() if value != ()}
+            found[kernel] = {name: value for name, value in tile.items() if value not in ((), False)}
         if self.crowded is not None:
             found |= {"crowded_from": self.crowded_from, "crowded": self.crowded.to_json()}
         return found | {name: value for name in ("timed", "why") if (value := getattr(self, name))}

@@ -25,11 +25,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.expert_gemm.codes import Codes, Input, Weight, decode_expert, numbers
 from pallas_kernels.formats import round_to, swiglu, swiglu_gradient
 from pallas_kernels.route_map import RouteMap
 from pallas_kernels.varying import vary_together, zeros_like_all
-
-Decoder = Callable[[jax.Array], jax.Array]  # expert -> its weight [columns, depth] in float32
 
 _FULL_PRECISION = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 _CACHED_BYTES = 2**18  # of one expert's weights that a CPU copies at a time
@@ -42,42 +41,21 @@ def block_rows(rows_per_expert: float) -> int:
     return 1 if rows_per_expert < 1 else math.ceil(rows_per_expert + 2 * math.sqrt(rows_per_expert))
 
 
-def gate_up(
-    x: Float[Array, "T H"], weight: Float[Array, "E F2 H"], routes: RouteMap, num_routes: int
-) -> Float[Array, "R F"]:
+def gate_up(x: Input, weight: Weight, routes: RouteMap, num_routes: int, dtype: DTypeLike) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
-    gemm = _Gemm(routes_per_row=num_routes // x.shape[0], swiglu=True)
-    return _multiply_blocks(gemm, *vary_together(x, weight, *routes))
+    rows = (x.values if isinstance(x, Codes) else x).shape[0]
+    return _multiply(_Gemm(routes_per_row=num_routes // rows, swiglu=True, dtype=jnp.dtype(dtype)), x, weight, routes)
 
 
-def down(activation: Float[Array, "R F"], weight: Float[Array, "E H F"], routes: RouteMap) -> Float[Array, "R H"]:
+def down(activation: Input, weight: Weight, routes: RouteMap, dtype: DTypeLike) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
-    gemm = _Gemm(routes_per_row=1, swiglu=False)
-    return _multiply_blocks(gemm, *vary_together(activation, weight, *routes))
+    return _multiply(_Gemm(routes_per_row=1, swiglu=False, dtype=jnp.dtype(dtype)), activation, weight, routes)
 
 
-def gate_up_decoded(
-    x: Float[Array, "T H"],
-    decode: Decoder,
-    shape: tuple[int, int],
-    routes: RouteMap,
-    num_routes: int,
-    dtype: DTypeLike,
-) -> Float[Array, "R F"]:
-    """`gate_up` in `dtype` with weights that are decoded when their block comes; shape: of all of them, (E, 2F)."""
-    gemm = _Gemm(routes_per_row=num_routes // x.shape[0], swiglu=True)
-    return _multiply_decoded(gemm, x, decode, (shape[0], shape[1] // 2), routes, dtype)
-
-
-def down_decoded(
-    activation: Float[Array, "R F"],
-    decode: Decoder,
-    shape: tuple[int, int],
-    routes: RouteMap,
-    dtype: DTypeLike,
-) -> Float[Array, "R H"]:
-    """`down` in `dtype` with weights that are decoded when their block comes; shape: of all of them, (E, H)."""
-    return _multiply_decoded(_Gemm(routes_per_row=1, swiglu=False), activation, decode, shape, routes, dtype)
+def _multiply(gemm: _Gemm, x: Input, weight: Weight, routes: RouteMap) -> jax.Array:
+    if isinstance(weight, Codes) or isinstance(x, Codes):
+        return _multiply_codes(gemm, numbers(x), weight, routes)
+    return _multiply_blocks(gemm, *vary_together(x, weight, *routes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,24 +64,26 @@ class _Gemm:
 
     routes_per_row: int
     swiglu: bool
+    dtype: Any
 
-    def columns(self, weight: jax.Array) -> int:
-        return weight.shape[1] // 2 if self.swiglu else weight.shape[1]
+    def columns(self, rows: int) -> int:
+        """Output columns of a weight with so many rows an expert."""
+        return rows // 2 if self.swiglu else rows
 
-    def finish(self, product: jax.Array, dtype: Any) -> jax.Array:
+    def finish(self, product: jax.Array) -> jax.Array:
         """The output rows of float32 products."""
         if self.swiglu:
             gate, up = jnp.split(product, 2, axis=-1)
-            return swiglu(gate, up, dtype)
-        return round_to(product, dtype).astype(dtype)
+            return swiglu(gate, up, self.dtype)
+        return round_to(product, self.dtype).astype(self.dtype)
 
-    def gradient(self, product: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient of the products, rounded to `dtype`, from that of the output rows."""
+    def gradient(self, product: jax.Array, gradient: jax.Array) -> jax.Array:
+        """The gradient of the products, rounded to the output's dtype, from that of the output rows."""
         gradient = gradient.astype(jnp.float32)
         if self.swiglu:
             gate, up = jnp.split(product, 2, axis=-1)
-            gradient = jnp.concatenate(swiglu_gradient(gate, up, gradient, dtype), axis=-1)
-        return round_to(gradient, dtype).astype(dtype)
+            gradient = jnp.concatenate(swiglu_gradient(gate, up, gradient, self.dtype), axis=-1)
+        return round_to(gradient, self.dtype).astype(self.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,26 +98,19 @@ def _multiply_blocks(gemm: _Gemm, x: jax.Array, weight: jax.Array, rows: jax.Arr
     def gather(own: jax.Array) -> jax.Array:
         return x[jnp.minimum(own // gemm.routes_per_row, x.shape[0] - 1)]
 
-    out = zeros_like_all((num_routes, gemm.columns(weight)), x.dtype, x, weight)
+    out = zeros_like_all((num_routes, gemm.columns(weight.shape[1])), gemm.dtype, x, weight)
     if first is not None:
-        out = out.at[first].set(gemm.finish(_every_expert(gather(first), weight), x.dtype), mode="drop")
+        out = out.at[first].set(gemm.finish(_every_expert(gather(first), weight)), mode="drop")
 
     def step(own: jax.Array, expert: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[own].set(gemm.finish(_one_expert(gather(own), weight, expert), x.dtype), mode="drop")
+        return out.at[own].set(gemm.finish(_one_expert(gather(own), weight, expert)), mode="drop")
 
     return left.walk(step, out)
 
 
-def _multiply_decoded(
-    gemm: _Gemm,
-    x: jax.Array,
-    decode: Decoder,
-    shape: tuple[int, int],
-    routes: RouteMap,
-    dtype: DTypeLike,
-) -> jax.Array:
-    num_routes = x.shape[0] * gemm.routes_per_row
-    num_experts, columns = shape
+def _multiply_codes(gemm: _Gemm, x: jax.Array, weight: Any, routes: RouteMap) -> jax.Array:
+    """As `_multiply_blocks`, an expert's weights decoded when its block comes."""
+    num_routes, num_experts = x.shape[0] * gemm.routes_per_row, weight.scales.shape[0]
     rows, group = routes
     used = (group >= 0) & (group < num_experts)
     order = jnp.argsort(~used, stable=True)
@@ -145,11 +118,11 @@ def _multiply_decoded(
     def visit(i: jax.Array, out: jax.Array) -> jax.Array:
         own, expert = rows[order[i]], group[order[i]]
         inputs = x[jnp.minimum(own // gemm.routes_per_row, x.shape[0] - 1)]
-        weight = decode(expert)
-        product = lax.dot_general(inputs, weight, (((1,), (1,)), ((), ())), **_FULL_PRECISION)
-        return out.at[own].set(gemm.finish(product, dtype), mode="drop")
+        product = lax.dot_general(inputs, decode_expert(weight, expert), (((1,), (1,)), ((), ())), **_FULL_PRECISION)
+        return out.at[own].set(gemm.finish(product), mode="drop")
 
-    start = zeros_like_all((num_routes, columns), dtype, x, rows, group, decode(jnp.int32(0)))
+    shape = (num_routes, gemm.columns(weight.values.shape[1]))
+    start = zeros_like_all(shape, gemm.dtype, x, rows, group, weight.values, weight.scales)
     return lax.fori_loop(0, jnp.sum(used), visit, start)
 
 
@@ -171,7 +144,7 @@ def _backward(gemm: _Gemm, saved: tuple[jax.Array, ...], gradient: jax.Array) ->
     d_weight = zeros_like_all(weight.shape, jnp.float32, x, weight, gradient)
     if first is not None:
         inputs, own_gradient = gather(first)
-        d_product = gemm.gradient(_every_expert(inputs, weight), own_gradient, x.dtype)
+        d_product = gemm.gradient(_every_expert(inputs, weight), own_gradient)
         d_weight = lax.dot_general(d_product, inputs, (((1,), (1,)), ((0,), (0,))), **_FULL_PRECISION)
         own_d_rows = lax.dot_general(d_product, weight, (((2,), (1,)), ((0,), (0,))), **_FULL_PRECISION)
         d_rows = d_rows.at[first].set(own_d_rows, mode="drop")
@@ -179,7 +152,7 @@ def _backward(gemm: _Gemm, saved: tuple[jax.Array, ...], gradient: jax.Array) ->
     def step(own: jax.Array, expert: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         d_rows, d_weight = carry
         inputs, own_gradient = gather(own)
-        d_product = gemm.gradient(_one_expert(inputs, weight, expert), own_gradient, x.dtype)
+        d_product = gemm.gradient(_one_expert(inputs, weight, expert), own_gradient)
         own_d_rows = lax.dot_general(d_product, weight[expert], (((1,), (0,)), ((), ())), **_FULL_PRECISION)
         own_d_weight = lax.dot_general(d_product, inputs, (((0,), (0,)), ((), ())), **_FULL_PRECISION)
         return d_rows.at[own].set(own_d_rows, mode="drop"), d_weight.at[expert].add(own_d_weight)

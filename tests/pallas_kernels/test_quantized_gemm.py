@@ -14,8 +14,9 @@ from muse_jax.checkpoint import QuantizedWeight
 from muse_jax.quantization import QuantizedArray, quantize_fp8, quantize_mxfp4
 from muse_jax.reference import PROFILES
 from muse_jax.reference import block as reference
-from pallas_kernels.expert_gemm import quantized
-from pallas_kernels.expert_gemm.quantized import Codes
+from pallas_kernels import expert_gemm
+from pallas_kernels.expert_gemm import Codes, codes
+from pallas_kernels.route_map import route_map
 from tests.one_program import one_program
 from tests.pallas_kernels.cases import Case, row_error
 
@@ -113,17 +114,38 @@ def test_tolerance_catches_mistakes(broken: str) -> None:
 
 def test_one_byte_arrays_that_wrap(monkeypatch) -> None:
     """Refused as they are and right when held with an expert more, at a limit that fits a test."""
-    x, ids, gate_up, down, rule = problem(Case("wraps", 3, 2, 4, 96, 64), "even", "float32")
+    x, ids, gate_up, down, _ = problem(Case("wraps", 3, 2, 4, 96, 64), "fp8", "float32")
     ids = ids.at[0, 0].set(-1).at[1, 1].set(4)
-    wanted = expert_rows(x, ids, gate_up, down, activation_rule=rule, implementation="xla")[1]
-    monkeypatch.setattr(quantized, "_LIMIT", down.values.size)
+    wanted = expert_rows(x, ids, gate_up, down, implementation="xla")[1]
+    monkeypatch.setattr(codes, "_LIMIT", down.values.size)
     with pytest.raises(ValueError, match=r"32-bit offsets cannot reach; hold them through"):
-        expert_rows(x, ids, gate_up, down, activation_rule=rule, implementation="pallas")
-    held = dataclasses.replace(down, values=quantized.hold(down.values))
+        expert_rows(x, ids, gate_up, down, implementation="pallas")
+    held = down.held()
     assert held.values.shape[0] == 5
     for implementation in ("xla", "pallas"):
-        rows = expert_rows(x, ids, gate_up, held, activation_rule=rule, implementation=implementation)[1]
+        rows = expert_rows(x, ids, gate_up, held, implementation=implementation)[1]
         np.testing.assert_allclose(rows, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_held_words_are_the_same_numbers(dtype: str, weights_first: bool) -> None:
+    """As a checkpoint has them, held, and multiplied in either order, the products are equal; every scale is kept."""
+    _, ids, _, down, _ = problem(Case("words", 9, 2, 4, 96, 64), "w4a16", dtype)
+    every = np.resize(np.arange(256), down.scales.shape).astype(np.uint8)
+    held = dataclasses.replace(down, scales=jnp.asarray(every)).held()
+    assert (held.values.dtype, held.scales.dtype) == (jnp.uint16, jnp.bfloat16)
+    assert held.shape == down.shape
+    back = held.to_host()
+    np.testing.assert_array_equal(back.values, down.values)
+    np.testing.assert_array_equal(back.scales, every)
+    activation = jnp.asarray(np.random.default_rng(0).standard_normal((18, 64)), dtype)
+    routes = route_map(ids, num_experts=4, block_rows=16, implementation="xla")
+    tile = expert_gemm.Tile(cols=32, depth=64, num_warps=4, num_stages=2, weights_first=weights_first)
+    run = lambda weight: expert_gemm.down(activation, weight.codes, routes, implementation="pallas", tile=tile)
+    np.testing.assert_array_equal(run(down.held()), run(down))
+    wanted = expert_gemm.down(activation, down.codes, routes, implementation="xla")
+    assert row_error(run(down), wanted) < TOLERANCE[dtype] / (1 if dtype == "float32" else 4)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -133,7 +155,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="activation_rule is 'up'; expected one of even, floor, rceil, w4a16"):
         expert_rows(x, ids, gate_up, down, activation_rule="up")
     weight = Codes(values=down.values, scales=down.scales)
-    with pytest.raises(TypeError, match="x goes as Codes with an FP8 weight"):
-        quantized.down(jnp.zeros((2, 96)), weight, None, out_dtype=jnp.float32)
+    with pytest.raises(TypeError, match="activation goes as Codes with an FP8 weight"):
+        expert_gemm.down(jnp.zeros((2, 96)), weight, None, out_dtype=jnp.float32)
     assert isinstance(down.to_host(), QuantizedWeight)
     assert down.values.dtype == ml_dtypes.float8_e4m3fn
