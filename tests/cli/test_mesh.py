@@ -9,13 +9,15 @@ from muse_jax import cli
 from muse_jax.cli.mesh import axis_sizes
 from muse_jax.compare import read_dump
 from tests.golden import DATA, HF_F32, LAYERS, VLLM_BF16, golden_checkpoint, golden_tensors
+from tests.quark import LAYER, QUARK, RUNS, quark_run
+from tests.reference.checks import row_errors
 
 CKPT = str(golden_checkpoint())
 
 
-def dump(tmp_path, capsys, *argv, layer=0, file=HF_F32):
+def dump(tmp_path, capsys, *argv, layer=0, file=HF_F32, checkpoint=CKPT):
     out = tmp_path / "dump.safetensors"
-    words = ("dump", CKPT, "--layer", layer, "--input", DATA / file, "--out", out, *argv)
+    words = ("dump", checkpoint, "--layer", layer, "--input", DATA / file, "--out", out, *argv)
     code = cli.main([str(word) for word in words])
     shown = capsys.readouterr()
     return code, out, shown
@@ -33,6 +35,20 @@ def test_bfloat16_over_dp_is_vllm_on_one_device(tmp_path, capsys):
     code, out, _ = dump(tmp_path, capsys, "--mesh", "dp=2", "--dtype", "bfloat16", file=VLLM_BF16)
     assert code == 0
     assert cli.main(["compare", str(out), str(DATA / VLLM_BF16), "--layer", "0"]) == 0
+
+
+@pytest.mark.parametrize("run, mesh", [("fp8", "ep=2,tp=4"), ("mxfp4_rceil", "dp=2,tp=3")])
+def test_float32_is_quarks_block(tmp_path, capsys, run, mesh):
+    (form, rule), file = RUNS[run], QUARK / f"moe_{run}.safetensors"
+    argv = ("--mesh", mesh, *(("--activation-rule", rule) if rule else ()))
+    code, out, _ = dump(tmp_path, capsys, *argv, layer=LAYER, file=file, checkpoint=QUARK / f"checkpoint-{form}")
+    assert code == 0
+    ours = read_dump(out).layers[LAYER]
+    for name, value in quark_run(run).items():
+        if name == "topk_ids":
+            np.testing.assert_array_equal(ours[name], value)
+        else:
+            assert np.max(row_errors(ours[name], value)) <= 2e-6, name
 
 
 @pytest.mark.parametrize("golden", ["tp2_f32", "tp4_f32", "ep2_f32", "ep3_f32", "tp4_bf16", "ep4_bf16"])

@@ -29,11 +29,9 @@ from muse_jax.reference.quantized import quantize_mxfp4 as mxfp4_rows
 from muse_jax.schedule import Schedule
 from tests.parallel.cases import FLOAT32, make_mesh
 
-CONFIG = small_config(model_width=32, latent_width=128, expert_width=256, num_experts=9, routes_per_token=3)
-# Of 1100 tokens a rank gets 4, 2, 1 or no whole chunks and a rest; up to 256 tokens are one chunk.
-CHUNKED = Schedule(chunk_elements=260 * CONFIG.routes_per_token * CONFIG.latent_width)
+CONFIG = small_config(model_width=32, latent_width=64, expert_width=64, num_experts=9, routes_per_token=3)
 FORMS = ("fp8", "fp8_static", "fp8_block", "even", "floor", "rceil", "w4a16")
-# Of a value, and a 32nd of that of the largest in the row: float32 sums of 128 products are within a fraction of both.
+# Of a value, and a 32nd of that of the largest in the row: sums of some 100 products are within a fraction of both.
 NEAR = 4e-6
 
 
@@ -43,12 +41,19 @@ def rule_of(form: str) -> str | None:
 
 
 def config_of(form: str, tp: int) -> MuseConfig:
-    """F = 256, or where that is no block of 128 on each rank of tp, as many of them."""
-    return dataclasses.replace(CONFIG, expert_width=128 * tp) if form == "fp8_block" and tp > 2 else CONFIG
+    """Widths that hold whole blocks of the form on each rank of tp."""
+    if form == "fp8_block":
+        return dataclasses.replace(CONFIG, latent_width=128, expert_width=128 * max(tp, 2))
+    return CONFIG if form.startswith("fp8") else dataclasses.replace(CONFIG, expert_width=256)
+
+
+def schedule_of(config: MuseConfig) -> Schedule:
+    """Of 1100 tokens a rank gets 4, 2, 1 or no whole chunks and a rest; up to 256 tokens are one chunk."""
+    return Schedule(chunk_elements=260 * config.routes_per_token * config.latent_width)
 
 
 @cache
-def weights(form: str, config: MuseConfig = CONFIG) -> dict:
+def weights(form: str, config: MuseConfig) -> dict:
     """Random weights whose magnitudes differ between experts and between the shares of the expert width."""
     layer = random_layer(config, 0, seed=3, dtype="float32")
     layer["down"] *= np.linspace(0.2, 3, config.expert_width, dtype=np.float32)
@@ -101,7 +106,7 @@ def _is_far(rows: np.ndarray, weight: QuantizedWeight, rule: str | None) -> np.n
     return low == high
 
 
-def truth(form: str, count: int, config: MuseConfig = CONFIG) -> tuple[np.ndarray, np.ndarray]:
+def truth(form: str, count: int, config: MuseConfig) -> tuple[np.ndarray, np.ndarray]:
     """(x, out) of the first `count` tokens that are far from every boundary of a code; out in float64."""
     x, out = _truth(form, config, 256 if count <= 256 else 1100)
     return x[:count], out[:count]
@@ -115,7 +120,7 @@ def sharded(form: str, shape: tuple[int, ...], kind: AxisType = AxisType.Explici
         weights(form, config),
         make_mesh(shape, kind=kind),
         dtype=FLOAT32,
-        schedule=CHUNKED,
+        schedule=schedule_of(config),
         activation_rule=rule_of(form),
         implementation="xla",
     )
