@@ -201,7 +201,8 @@ def _held(name: str, weight: QuantizedArray, mesh: BlockMesh) -> QuantizedArray:
     """The weight as kernels read it, each device's own part made there where that differs."""
     spec = _spec(name, weight, mesh)
     shard = mesh.sharding(*HELD[name]).shard_shape(weight.values.shape)
-    if weight.format == "fp8" and not wraps(jax.ShapeDtypeStruct(shard, weight.values.dtype)):
+    own = jax.ShapeDtypeStruct(shard, weight.values.dtype)
+    if own.dtype == jnp.uint16 or (weight.format == "fp8" and not wraps(own)):
         return weight
     return jax.jit(jax.shard_map(QuantizedArray.held, mesh=mesh.mesh, in_specs=(spec,), out_specs=spec))(weight)
 

@@ -13,6 +13,7 @@ from muse_jax import parallel
 from muse_jax.checkpoint import load_layer
 from muse_jax.config import MuseConfig
 from muse_jax.dump import block_settings
+from muse_jax.moe import MuseMoE
 from muse_jax.parallel import ShardedMoE
 from muse_jax.quantization import QuantizedArray
 from muse_jax.reference import run_block
@@ -160,8 +161,17 @@ def test_what_does_not_fit_is_refused():
         ShardedMoE.from_weights(blocks, weights("fp8_block", blocks), make_mesh((1, 1, 4)))
 
 
+def test_weights_of_other_blocks_are_taken():
+    """Those of a block of one device or of a mesh, which hold them as their kernels read them."""
+    block = sharded("even", (2, 1, 2))
+    config, mesh = block.config, block.mesh
+    one = MuseMoE.from_weights(config, weights("even", config), dtype=FLOAT32).weights()
+    for other in (ShardedMoE.from_weights(config, one, mesh, dtype=FLOAT32), ShardedMoE(config, block.weights(), mesh)):
+        jax.tree.map(np.testing.assert_array_equal, other.weights(), block.weights())
+
+
 def test_a_spare_expert_of_codes_is_left_out():
-    """A block of one device holds one where its kernels need it (`hold`); a mesh takes such a block's weights."""
+    """An FP8 block of one device holds one where 32-bit offsets need it."""
     layer = weights("fp8", FP8)
     spare = {}
     for name in ("gate_up", "down"):
