@@ -50,7 +50,7 @@ from muse_jax.sharding import (
     scale_axes,
     weight_shape,
 )
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm import wraps
 from pallas_kernels.formats import round_to
 from pallas_kernels.quantize import largest_magnitudes
@@ -85,6 +85,7 @@ class ShardedMoE(nnx.Module):
         implementation: "pallas" (interpreted on a CPU, no gradient), "xla", or None for the best here.
         """
         mesh.check(config, columns_per_scale(held["down"]))
+        resolve(implementation)
         for name, shape in held_shapes(config, mesh).items():
             if weight_shape(held[name]) != shape:
                 raise ValueError(f"held[{name!r}] is {weight_shape(held[name])}; expected {shape}")
