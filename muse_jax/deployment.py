@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from muse_jax.checkpoint.quantized import FP8_BLOCK, MXFP4_BLOCK
 from muse_jax.quantization.inputs import ActivationRule
 from muse_jax.schedule import ReduceDtype
 from muse_jax.sharding import why_not_shared_out
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.formats import FP8_BLOCK, MX_BLOCK
 from pallas_kernels.target import TARGETS
 
 Precision = Literal["bf16", "fp8", "mxfp4"]
@@ -127,7 +127,7 @@ def validate_fp8_deployment(deployment: Deployment) -> None:
 
 def validate_mxfp4_deployment(deployment: Deployment) -> None:
     """As `validate_bf16_deployment`, for MXFP4 weights and, but for the rule "w4a16", activations."""
-    _validate(deployment, "mxfp4", block=MXFP4_BLOCK)
+    _validate(deployment, "mxfp4", block=MX_BLOCK)
 
 
 def _validate(deployment: Deployment, precision: Precision, *, block: int) -> None:

@@ -18,7 +18,7 @@ from muse_jax.quantization.array import QuantizedArray
 from muse_jax.quantization.inputs import ActivationRule, check_rule, quantized_input
 from pallas_kernels import expert_gemm
 from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.expert_gemm import Codes, Tile, choose_config, xla_block_rows
+from pallas_kernels.expert_gemm import Codes, Planes, Tile, choose_config, xla_block_rows
 from pallas_kernels.route_map import Counts, RouteMap, route_map
 
 
@@ -148,7 +148,7 @@ def _activation(
     rule: ActivationRule | None,
 ) -> Array:
     tokens, routes_per_token = topk_ids.shape
-    inputs, weight = _operands(expert_input, gate_up, rule)  # quantized once a token, before it goes to its K experts
+    inputs, weight = _operands(expert_input, gate_up, rule, plan.implementation)  # once a token, not once a route
     run = lambda launch, into: expert_gemm.gate_up(
         inputs,
         weight,
@@ -172,7 +172,7 @@ def _rows(
 ) -> Array:
     tokens, routes_per_token, f = activation.shape
     rows = activation.reshape(tokens * routes_per_token, f)
-    inputs, weight = _operands(rows, down, rule, None if largest is None else largest.reshape(-1))
+    inputs, weight = _operands(rows, down, rule, plan.implementation, None if largest is None else largest.reshape(-1))
     run = lambda launch, into: expert_gemm.down(
         inputs,
         weight,
@@ -187,11 +187,15 @@ def _rows(
 
 
 def _operands(
-    rows: Array, weight: Array | QuantizedArray, rule: ActivationRule | None, largest: Array | None = None
-) -> tuple[Array | Codes, Array | Codes]:
+    rows: Array,
+    weight: Array | QuantizedArray,
+    rule: ActivationRule | None,
+    implementation: Implementation,
+    largest: Array | None = None,
+) -> tuple[Array | Codes | Planes, Array | Codes]:
     """(rows as a product with the weight reads them, the weight)."""
     if isinstance(weight, QuantizedArray):
-        return quantized_input(rows, weight, rule, largest=largest), weight.codes
+        return quantized_input(rows, weight, rule, largest=largest, implementation=implementation), weight.codes
     check_rule(rule, weight)
     return rows, weight
 

@@ -23,9 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from muse_jax.checkpoint.names import EXPERT_WEIGHTS, weight_shapes
-from muse_jax.checkpoint.quantized import FP8_BLOCK, MXFP4_BLOCK, QuantizedWeight
+from muse_jax.checkpoint.quantized import QuantizedWeight
 from muse_jax.config import MuseConfig
 from muse_jax.quantization.array import QuantizedArray
+from pallas_kernels.formats import FP8_BLOCK, MX_BLOCK
 
 Axis = Literal["dp", "ep", "tp"]
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -151,7 +152,7 @@ def columns_per_scale(weight: Any) -> int:
     if not isinstance(weight, QuantizedWeight | QuantizedArray):
         return 1
     if weight.format == "mxfp4":
-        return MXFP4_BLOCK
+        return MX_BLOCK
     return FP8_BLOCK if weight.has_block_scales else 1
 
 

@@ -29,8 +29,9 @@ from pallas_kernels import expert_gemm
 from pallas_kernels.expert_gemm import Codes
 from pallas_kernels.expert_gemm.tiles import Entry, GemmConfig, entries
 from pallas_kernels.finalize import finalize
-from pallas_kernels.formats import E4M3_DTYPE, MX_BLOCK
+from pallas_kernels.formats import E4M3_DTYPE, FP8_BLOCK, MX_BLOCK, Rule
 from pallas_kernels.linear import FEW_TOKENS, linear
+from pallas_kernels.quantize import mxfp4_planes, quantize_fp8_input
 from pallas_kernels.route_map import route_map
 from pallas_kernels.router import Scoring, route
 from pallas_kernels.target import Target, find_target
@@ -130,6 +131,7 @@ def cases(target: str) -> Iterator[AotCase]:
                 shape((_H,), jnp.bfloat16),
             ),
         )
+    yield from _quantize_cases(target)
     for scoring in get_args(Scoring):
         yield AotCase(
             f"router {scoring}",
@@ -138,6 +140,20 @@ def cases(target: str) -> Iterator[AotCase]:
             ),
             (shape((512, _E), jnp.float32), shape((_E,), jnp.float32)),
         )
+
+
+def _quantize_cases(target: str) -> Iterator[AotCase]:
+    rows = (jax.ShapeDtypeStruct((512, _H), jnp.bfloat16),)
+    for group in (None, FP8_BLOCK):
+        yield AotCase(
+            f"quantize fp8 by {group or 'row'}",
+            lambda x, group=group: quantize_fp8_input(
+                x, find_target(target).fp8, group=group, implementation="pallas", interpret=False
+            ),
+            rows,
+        )
+    for rule in get_args(Rule):
+        yield AotCase(f"quantize mxfp4 {rule}", lambda x, rule=rule: mxfp4_planes(x, rule, interpret=False), rows)
 
 
 def _gemm_cases(name: str, entry: Entry, config: GemmConfig, target: str) -> Iterator[AotCase]:

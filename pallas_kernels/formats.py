@@ -25,6 +25,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Integer
 
+from pallas_kernels.block_sizes import FP8_BLOCK as FP8_BLOCK
+from pallas_kernels.block_sizes import MX_BLOCK as MX_BLOCK
+
 
 @jax.custom_jvp
 def round_bf16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -76,8 +79,6 @@ E4M3_BIAS = {"e4m3fn": 7, "e4m3fnuz": 8}
 E4M3_LIMIT = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}  # of quantized activations: the same codes, one worth half the other
 E4M3_DTYPE = {"e4m3fn": jnp.float8_e4m3fn, "e4m3fnuz": jnp.float8_e4m3fnuz}
 MX_RULES = ("even", "floor", "rceil")
-MX_BLOCK = 32  # columns that share a scale
-FP8_BLOCK = 128  # rows and columns that share a scale, where an FP8 weight has scales of blocks
 
 Flavour = Literal["e4m3fn", "e4m3fnuz"]
 Rule = Literal["even", "floor", "rceil"]

@@ -57,7 +57,9 @@ STEP = re.compile(r" (all-reduce|reduce-scatter|all-gather|while|custom-call)(-s
 
 def compiled_text(mesh: BlockMesh, tokens: int, schedule: Schedule) -> str:
     """The scheduled program of the block at full size in bfloat16, with its Pallas kernels."""
-    settings = parallel._Settings(config=FULL, mesh=mesh, schedule=schedule, implementation="pallas")
+    settings = parallel._Settings(
+        config=FULL, mesh=mesh, schedule=schedule, activation_rule=None, implementation="pallas"
+    )
     weights = {
         name: jax.ShapeDtypeStruct(
             shape, jnp.float32 if name.startswith("router_") else jnp.bfloat16, sharding=mesh.sharding(*HELD[name])

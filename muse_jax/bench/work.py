@@ -14,7 +14,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from muse_jax.checkpoint import QuantizedWeight
+from muse_jax.checkpoint.sharded import local_flavour
+from muse_jax.quantization import QuantizedArray, quantize_fp8, quantize_mxfp4
+from muse_jax.quantization.array import Format
+from muse_jax.quantization.inputs import ActivationRule
+from muse_jax.reference import PROFILES
+from muse_jax.reference import block as reference
 from pallas_kernels.target import current_target
 
 Routing = Literal["uniform", "zipf", "hot", "few"]
@@ -78,7 +86,7 @@ def even_sets(ids: np.ndarray) -> tuple[np.ndarray, int]:
     return ((steps[:, :, None] * k + np.arange(k)) % used).astype(np.int32), used
 
 
-def floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: int) -> float:
+def floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: float) -> float:
     """The floor of one call in microseconds, averaged over the route sets."""
     weights = 3 * sizes.h * sizes.f
     used = statistics.mean(len(np.unique(one[one >= 0])) for one in ids)
@@ -86,12 +94,12 @@ def floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: int) -> floa
     return 1e6 * max(used * weights * itemsize / rates.bytes_per_second, routes * 2 * weights / rates.flops)
 
 
-def block_floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: int) -> float:
+def block_floor_us(sizes: Sizes, ids: np.ndarray, rates: Rates, itemsize: float, dense_itemsize: int) -> float:
     """The floor of the whole block: that of its experts, and both projections' and the router's weights beside them."""
     dense, router = 2 * sizes.d * sizes.h, sizes.d * sizes.experts
     tokens = ids.shape[1]
     return floor_us(sizes, ids, rates, itemsize) + 1e6 * max(
-        (dense * itemsize + router * 4) / rates.bytes_per_second, tokens * 2 * dense / rates.flops
+        (dense * dense_itemsize + router * 4) / rates.bytes_per_second, tokens * 2 * dense / rates.flops
     )
 
 
@@ -126,10 +134,44 @@ def train_us(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], rep
     return 1e6 * statistics.median(laps)
 
 
-def row_error(x: Any, rows: Any, ids: np.ndarray, gate_up: Any, down: Any) -> float:
-    """The largest relative error of the first token's rows against float64."""
+def random_weight(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, form: Format | None) -> Any:
+    """Normal values of a weight [E, out, in], or their codes, made one expert at a time: the random bits of all at once
+    would not fit beside the weights.
+    """
+
+    def one(key: jax.Array) -> Any:
+        weight = (jax.random.normal(key, shape[1:]) * shape[-1] ** -0.5).astype(dtype)
+        if form is None:
+            return weight
+        return quantize_mxfp4(weight) if form == "mxfp4" else quantize_fp8(weight, local_flavour())
+
+    weight = jax.jit(lambda: jax.lax.map(one, jax.random.split(key, shape[0])))()
+    return weight if form is None else jax.jit(QuantizedArray.held, donate_argnums=0)(weight)
+
+
+def bytes_a_weight(dtype: DTypeLike, form: Format | None) -> float:
+    """Of memory, the scale of an MXFP4 block included; scales of FP8 rows are few."""
+    return {"fp8": 1, "mxfp4": 17 / 32, None: jnp.dtype(dtype).itemsize}[form]
+
+
+def row_error(
+    x: Any, rows: Any, ids: np.ndarray, gate_up: Any, down: Any, activation_rule: ActivationRule | None = None
+) -> float:
+    """The largest relative error of the first token's rows against float64; of quantized experts, against the same
+    codes of weights and inputs multiplied in float32 and rounded as vLLM rounds.
+    """
     f = down.shape[2]
     worst = 0.0
+    if isinstance(gate_up, QuantizedArray):
+        chosen = ids[0][ids[0] >= 0]
+        weights = [_experts(weight, chosen) for weight in (gate_up, down)]
+        local = np.arange(len(chosen), dtype=np.int32)[None]
+        profile = PROFILES["vllm"]
+        activation = reference.activation(np.asarray(x[:1]), local, weights[0], profile, activation_rule)
+        wanted = reference.expert_rows(activation, local, weights[1], profile, activation_rule)[0]
+        found = np.asarray(rows[0], np.float64)[ids[0] >= 0]
+        wanted = np.asarray(wanted, np.float64)
+        return float(np.max(np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)))
     for k, expert in enumerate(ids[0]):
         if expert < 0:
             continue
@@ -138,3 +180,9 @@ def row_error(x: Any, rows: Any, ids: np.ndarray, gate_up: Any, down: Any) -> fl
         got = np.asarray(rows[0, k], np.float64)
         worst = max(worst, float(np.linalg.norm(got - want) / np.linalg.norm(want)))
     return worst
+
+
+def _experts(weight: QuantizedArray, chosen: np.ndarray) -> QuantizedWeight:
+    """Some experts of a weight in host memory."""
+    part = dataclasses.replace(weight, values=weight.values[chosen], scales=weight.scales[chosen])
+    return part.to_host()

@@ -24,7 +24,6 @@ FORMAT_WORDS = {
     "mixed": "a mix of formats",
     "unknown": "an unknown format",
 }
-_UNITS = {"mxfp4": 32, "fp8_block": 128}  # both widths of an expert are multiples
 
 
 def find_conflict(layer: int, found: FoundFormat, config: MuseConfig, quantization: QuarkConfig | None) -> str | None:
@@ -50,7 +49,7 @@ def find_conflict(layer: int, found: FoundFormat, config: MuseConfig, quantizati
             f"{have}, but {quantization.source} says {FORMAT_WORDS[scheme]}: "
             f"neither its exclude list nor its layer_quant_config makes an exception of {first!r}"
         )
-    unit = _UNITS.get(found.label, 1)
+    unit = FORMATS[found.label].scale_block[1] or 1  # both widths of an expert are columns of a weight
     for name in ("latent_width", "expert_width"):
         if getattr(config, name) % unit:
             return f"{have}, but {name} is {getattr(config, name)}; this format needs a multiple of {unit}"

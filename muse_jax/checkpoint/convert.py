@@ -23,12 +23,13 @@ from muse_jax.checkpoint.folder import new_folder
 from muse_jax.checkpoint.formats import FORMATS, ExpertFormat
 from muse_jax.checkpoint.load import layer_tensors, load_layer, read_plain
 from muse_jax.checkpoint.names import EXPERT_WEIGHTS, weight_shapes
-from muse_jax.checkpoint.quantized import MXFP4_BLOCK, QuantizedWeight
+from muse_jax.checkpoint.quantized import QuantizedWeight
 from muse_jax.checkpoint.restore import CONVERSION_NAME, VERSION, layer_folder, orbax_package
 from muse_jax.checkpoint.sharded import ExpertReader
 from muse_jax.config import MuseConfig
 from muse_jax.quantization.array import QuantizedArray
 from muse_jax.quantization.mxfp4 import CHUNK, online_layers, quantize_experts_mxfp4
+from pallas_kernels.formats import MX_BLOCK
 
 Online = Literal["mxfp4"]
 _CHUNK_BYTES = 2**22  # of a stored array that are read together: a device's slice needs few bytes beside its own
@@ -108,8 +109,8 @@ def _check_online(layer: int, form: ExpertFormat, config: MuseConfig) -> None:
             f"layer {layer} holds its experts in {form.name} already; leave online quantization out, or that layer"
         )
     for name in ("latent_width", "expert_width"):
-        if getattr(config, name) % MXFP4_BLOCK:
-            raise ValueError(f"{name} is {getattr(config, name)}; MXFP4 needs a multiple of {MXFP4_BLOCK}")
+        if getattr(config, name) % MX_BLOCK:
+            raise ValueError(f"{name} is {getattr(config, name)}; MXFP4 needs a multiple of {MX_BLOCK}")
 
 
 def _quantized_layer(path: str | Path, layer: int, config: MuseConfig, chunk: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from muse_jax.checkpoint.header import TensorEntry
 from muse_jax.checkpoint.names import EXPERT_WEIGHTS, MlpName
+from pallas_kernels.block_sizes import FP8_BLOCK, MX_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,13 @@ FORMATS = {
             scale_block=(None, None),
             has_input_scale=True,
         ),
-        ExpertFormat(name="fp8_block", weight_dtype="F8_E4M3", scale_dtypes=_FP8_SCALES, scale_block=(128, 128)),
-        ExpertFormat(name="mxfp4", weight_dtype="U8", scale_dtypes=("U8",), in_per_weight=2, scale_block=(1, 32)),
+        ExpertFormat(
+            name="fp8_block",
+            weight_dtype="F8_E4M3",
+            scale_dtypes=_FP8_SCALES,
+            scale_block=(FP8_BLOCK, FP8_BLOCK),
+        ),
+        ExpertFormat(name="mxfp4", weight_dtype="U8", scale_dtypes=("U8",), in_per_weight=2, scale_block=(1, MX_BLOCK)),
     )
 }
 _BY_DTYPE = {row.weight_dtype: row for row in reversed(FORMATS.values())}

@@ -19,9 +19,9 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.block_sizes import FP8_BLOCK, MX_BLOCK
+
 FP8_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz))
-FP8_BLOCK = 128
-MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,8 +59,8 @@ class QuantizedWeight:
                 f"scales are {self.scales.dtype.name} {self.scales.shape}; {self.format} values of shape "
                 f"{self.values.shape} have {scale_dtype.name} {shapes}"
             )
-        if self.format == "mxfp4" and self.shape[-1] % MXFP4_BLOCK:
-            raise ValueError(f"values have {self.shape[-1]} columns; mxfp4 needs a multiple of {MXFP4_BLOCK}")
+        if self.format == "mxfp4" and self.shape[-1] % MX_BLOCK:
+            raise ValueError(f"values have {self.shape[-1]} columns; mxfp4 needs a multiple of {MX_BLOCK}")
         if self.input_scale is not None and (self.format != "fp8" or not self.input_scale > 0):
             raise ValueError(f"input_scale is {self.input_scale} with {self.format}; expected fp8 and a number above 0")
 
@@ -83,7 +83,7 @@ class QuantizedWeight:
     def _scale_shapes(self) -> tuple[tuple[int, ...], ...]:
         experts, rows, columns = self.shape
         if self.format == "mxfp4":
-            return ((experts, rows, columns // MXFP4_BLOCK),)
+            return ((experts, rows, columns // MX_BLOCK),)
         return (experts, rows), (experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
 
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from muse_jax.strict_json import read_object
+from pallas_kernels.block_sizes import FP8_BLOCK, MX_BLOCK
 
 _FP8 = {"dtype": "fp8_e4m3"}
-_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": MX_BLOCK, "scale_format": "e8m0"}
 # What a scheme asks of a projection's `weight` and `input_tensors`; other keys do not change what is stored.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": (
@@ -39,8 +40,8 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _FP8 | {"qscheme": "per_tensor", "is_dynamic": False},
     ),
     "fp8_block": (
-        _FP8 | {"qscheme": "per_block", "block_size": [128, 128], "is_dynamic": False},
-        _FP8 | {"qscheme": "per_group", "group_size": 128, "is_dynamic": True},
+        _FP8 | {"qscheme": "per_block", "block_size": [FP8_BLOCK, FP8_BLOCK], "is_dynamic": False},
+        _FP8 | {"qscheme": "per_group", "group_size": FP8_BLOCK, "is_dynamic": True},
     ),
     "mxfp4": (_FP4 | {"is_dynamic": False}, _FP4 | {"is_dynamic": True}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -17,16 +18,18 @@ from jax.typing import DTypeLike
 
 from muse_jax.bench.breakdown import kernel_times
 from muse_jax.bench.peers import make_peer
-from muse_jax.bench.tune import about_here, add_entries, tune
+from muse_jax.bench.tune import add_entries, tune
 from muse_jax.bench.work import (
     Rates,
     Routing,
     Sizes,
     block_floor_us,
+    bytes_a_weight,
     device_rates,
     even_sets,
     floor_us,
     local_sets,
+    random_weight,
     route_sets,
     row_error,
     train_us,
@@ -35,9 +38,12 @@ from muse_jax.buckets import bucket
 from muse_jax.checkpoint import small_config
 from muse_jax.cli.mesh import add_mesh_options, open_mesh, schedule_of
 from muse_jax.cli.table import print_table, progress
+from muse_jax.config import MuseConfig
 from muse_jax.experts import expert_rows
-from muse_jax.moe import MuseMoE
+from muse_jax.moe import MuseMoE, MuseRouter
 from muse_jax.parallel import ShardedMoE
+from muse_jax.quantization.array import Format
+from muse_jax.quantization.inputs import ActivationRule
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.target import current_target
 
@@ -49,7 +55,8 @@ Rows are route map, both expert GEMMs and SwiGLU: one unweighted row per route. 
 projections included; padded is the block on the next bucket of tokens, the rest of which is padding. Even, for routing
 that is not uniform, is the time of as many rows spread evenly over as many experts. Calls are queued back to back over
 four route sets; a time is the median of five such trains. Peers do the same rows: torch (torch._grouped_mm), tokamax,
-ragged_dot. The error is that of one token's rows against float64. With --mesh only the whole block is timed, and the
+ragged_dot. The error is that of one token's rows against float64; with --format against the reference's
+rows of the same codes. Times include the quantization of inputs. With --mesh only the whole block is timed, and the
 floor stays that of one device. --local-experts N times the rows of a device that holds N of the E experts.
 --breakdown prints the device time of each kernel of the block (GPU). --tune FILE times tiles for the sizes and tokens
 given, on this GPU, and adds the best to FILE, which MUSE_JAX_TILES=FILE then puts to use.
@@ -78,6 +85,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
+        "--format", choices=get_args(Format), help="experts quantized to it; default: they have the dtype of the rows"
+    )
+    parser.add_argument(
+        "--activation-rule", choices=get_args(ActivationRule), help="how inputs of MXFP4 experts are quantized"
+    )
+    parser.add_argument(
         "--implementations", nargs="+", choices=("pallas", "xla"), help="default: the best that runs here"
     )
     parser.add_argument(
@@ -105,21 +118,22 @@ def run(args: argparse.Namespace) -> int:
         found += _ours(args, sizes, resolve(name), mesh, rates, notes)
     if args.peers:
         found += _peers(args, sizes, notes)
-    itemsize = jnp.dtype(args.dtype).itemsize
+    itemsize = bytes_a_weight(args.dtype, args.format)
     for entry in found:
         ids = _ids(args, sizes, entry["tokens"], entry["routing"])
         entry["floor_us"] = floor_us(sizes, ids, rates, itemsize)
         if "rows_us" in entry:
             entry["ratio"] = entry["rows_us"] / entry["floor_us"]
         if "block_us" in entry:
-            entry["block_floor_us"] = block_floor_us(sizes, ids, rates, itemsize)
+            entry["block_floor_us"] = block_floor_us(sizes, ids, rates, itemsize, jnp.dtype(args.dtype).itemsize)
     device = jax.devices()[0].device_kind
-    about = {"device": device, "jax": jax.__version__, "dtype": args.dtype, "sizes": vars(sizes)}
+    about = {"device": device, "jax": jax.__version__, "dtype": args.dtype, "format": args.format, "sizes": vars(sizes)}
     about |= {"local_experts": args.local_experts, "floor": rates.source, "notes": notes}
     if args.json:
         print(json.dumps(about | {"times": found}, indent=2))
         return 0
-    print(f"{device}, jax {jax.__version__}, {args.dtype}; floor: {rates.source}")
+    experts = f", {args.format} experts {args.activation_rule or ''}".rstrip() if args.format else ""
+    print(f"{device}, jax {jax.__version__}, {args.dtype}{experts}; floor: {rates.source}")
     held = f" experts held here={args.local_experts}" if args.local_experts else ""
     print(" ".join(f"{name}={value}" for name, value in vars(sizes).items()) + held)
     order = sorted(found, key=lambda entry: (args.routing.index(entry["routing"]), entry["tokens"]))
@@ -163,21 +177,37 @@ def _tune(args: argparse.Namespace, sizes: Sizes) -> int:
         raise ValueError(
             "--tune times tiles on a GPU of a known target, and this machine has none; see `muse-jax doctor`"
         )
-    key = jax.random.key(0)
-    gate_up = _random(key, (sizes.experts, 2 * sizes.f, sizes.h), args.dtype)
-    down = _random(key, (sizes.experts, sizes.h, sizes.f), args.dtype)
+    gate_up, down = _weights(sizes, sizes.experts, args.dtype, args.format)
     for tokens in args.tokens:
-        entry, us, before = tune(sizes, tokens, args.dtype, gate_up, down, target, about=about_here())
+        entry, us, before = tune(sizes, tokens, gate_up, down, target)
         add_entries(args.tune, target.name, [entry])
         print(f"T={tokens}: {us:,.0f} us, {before:,.0f} before; {json.dumps(entry.to_json())}", flush=True)
     print(f"added to {args.tune}; MUSE_JAX_TILES={args.tune} puts it to use")
     return 0
 
 
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Normal values made one expert at a time: the random bits of all at once would not fit beside the weights."""
-    one = lambda key: (jax.random.normal(key, shape[1:]) * shape[-1] ** -0.5).astype(dtype)
-    return jax.jit(lambda: jax.lax.map(one, jax.random.split(key, shape[0])))()
+def _weights(sizes: Sizes, experts: int, dtype: DTypeLike, form: Format | None) -> tuple[Any, Any]:
+    """(gate_up, down) of random experts."""
+    shapes = (experts, 2 * sizes.f, sizes.h), (experts, sizes.h, sizes.f)
+    first, second = (random_weight(jax.random.key(i), shape, dtype, form) for i, shape in enumerate(shapes))
+    return first, second
+
+
+def _block(
+    config: MuseConfig, experts: tuple[Any, Any], args: argparse.Namespace, implementation: Implementation
+) -> MuseMoE:
+    """A random block with these experts."""
+    few = dataclasses.replace(config, num_experts=config.routes_per_token)  # its own experts are not used
+    block = MuseMoE(few, rngs=nnx.Rngs(0), dtype=args.dtype, implementation=implementation)
+    router = MuseRouter(config, rngs=nnx.Rngs(1), implementation=implementation)
+    weights = block.weights() | {"router_weight": router.weight[...], "router_bias": router.bias[...]}
+    return MuseMoE.from_weights(
+        config,
+        weights | dict(zip(("gate_up", "down"), experts, strict=True)),
+        dtype=args.dtype,
+        activation_rule=args.activation_rule,
+        implementation=implementation,
+    )
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
@@ -212,9 +242,8 @@ def _ours(
         routes_per_token=sizes.routes_per_token,
         output_multiplier=2**-2.5,
     )
-    make = nnx.jit(lambda: MuseMoE(config, rngs=nnx.Rngs(0), dtype=args.dtype, implementation=implementation))
-    moe: MuseMoE | ShardedMoE = make()
-    weights = moe.experts.gate_up[...], moe.experts.down[...]
+    weights = _weights(sizes, held, args.dtype, args.format)
+    moe: MuseMoE | ShardedMoE = _block(config, weights, args, implementation)
     if mesh is not None:
         moe = ShardedMoE.from_weights(
             config, moe.weights(), mesh, dtype=args.dtype, schedule=schedule_of(args), implementation=implementation
@@ -225,7 +254,13 @@ def _ours(
     def rows(spread_over: int) -> Any:
         return jax.jit(
             lambda x, ids, gate_up, down: expert_rows(
-                x, ids, gate_up, down, spread_over=spread_over, implementation=implementation
+                x,
+                ids,
+                gate_up,
+                down,
+                spread_over=spread_over,
+                activation_rule=args.activation_rule,
+                implementation=implementation,
             )[1]
         )
 
@@ -241,7 +276,9 @@ def _ours(
         path = implementation if mesh is None else args.mesh
         entry: dict[str, Any] = {"tokens": tokens, "routing": routing, "path": path}
         if mesh is None:
-            entry["error"] = row_error(latents[0], uniform(*calls[0]), ids[0], *weights)
+            entry["error"] = row_error(
+                latents[0], uniform(*calls[0]), ids[0], *weights, activation_rule=args.activation_rule
+            )
             entry["rows_us"] = train_us(uniform, calls, repeats)
         if routing != "uniform":
             even, used = even_sets(ids)
@@ -265,9 +302,7 @@ def _ours(
 
 
 def _peers(args: argparse.Namespace, sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
-    key = jax.random.key(0)
-    gate_up = _random(key, (sizes.experts, 2 * sizes.f, sizes.h), args.dtype)
-    down = _random(key, (sizes.experts, sizes.h, sizes.f), args.dtype)
+    gate_up, down = _weights(sizes, sizes.experts, args.dtype, None)
     found = []
     for name in args.peers:
         try:

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from muse_jax.checkpoint.quantized import FP8_BLOCK, FP8_DTYPES, MXFP4_BLOCK, QuantizedWeight
+from muse_jax.checkpoint.quantized import FP8_DTYPES, QuantizedWeight
 from pallas_kernels.expert_gemm import Codes, hold, stored
-from pallas_kernels.formats import decode_e4m3
+from pallas_kernels.formats import FP8_BLOCK, MX_BLOCK, decode_e4m3
 from pallas_kernels.quantize import dequantize_mxfp4_rows
 
 Format = Literal["fp8", "mxfp4"]
@@ -89,7 +89,7 @@ class QuantizedArray:
         *rows, columns = self.shape
         if self.format == "mxfp4":
             _check_columns(columns)
-            dtype, shapes = np.dtype(np.uint8), [(*rows, columns // MXFP4_BLOCK)]
+            dtype, shapes = np.dtype(np.uint8), [(*rows, columns // MX_BLOCK)]
         else:
             blocks = (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))
             dtype, shapes = np.dtype(np.float32), [tuple(rows), blocks]
@@ -122,7 +122,7 @@ class QuantizedArray:
         if len(axes) != len(self.shape):
             raise ValueError(f"spec is {spec} for a weight of {len(self.shape)} axes, {self.shape}")
         units = {-2: FP8_BLOCK, -1: FP8_BLOCK} if self.has_block_scales else {}
-        units |= {-1: MXFP4_BLOCK} if self.format == "mxfp4" else {}
+        units |= {-1: MX_BLOCK} if self.format == "mxfp4" else {}
         for position, (axis, size) in enumerate(zip(axes, self.shape, strict=True), -len(axes)):
             ranks = math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
             unit = units.get(position, 1)
@@ -143,5 +143,5 @@ class QuantizedArray:
 
 
 def _check_columns(columns: int) -> None:
-    if columns % MXFP4_BLOCK:
-        raise ValueError(f"the weight has {columns} columns; MXFP4 needs a multiple of {MXFP4_BLOCK}")
+    if columns % MX_BLOCK:
+        raise ValueError(f"the weight has {columns} columns; MXFP4 needs a multiple of {MX_BLOCK}")

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from muse_jax.quantization.array import QuantizedArray
-from pallas_kernels.expert_gemm import Codes
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.expert_gemm import Codes, Planes
 from pallas_kernels.formats import (
     E4M3_DTYPE,
     E4M3_LIMIT,
@@ -27,7 +28,13 @@ from pallas_kernels.formats import (
     encode_e4m3,
     magnitude_bits,
 )
-from pallas_kernels.quantize import dequantize_mxfp4_rows, quantize_fp8_rows, quantize_mxfp4_rows
+from pallas_kernels.quantize import (
+    dequantize_mxfp4_rows,
+    mxfp4_planes,
+    quantize_fp8_input,
+    quantize_fp8_rows,
+    quantize_mxfp4_rows,
+)
 
 ActivationRule = Literal["even", "floor", "rceil", "w4a16"]
 
@@ -59,8 +66,10 @@ def quantized_input(
     rule: ActivationRule | None = None,
     *,
     largest: Float32[Array, "rows"] | None = None,
-) -> Codes | Float[Array, "rows n"]:
-    """The input of a product with `weight`: `Codes` for FP8, numbers in the dtype of rows for MXFP4.
+    implementation: Implementation | None = None,
+) -> Codes | Planes | Float[Array, "rows n"]:
+    """The input of a product with `weight`: `Codes` for FP8, numbers in the dtype of rows for MXFP4, as `Planes` where
+    a kernel quantizes them.
 
     rule: for MXFP4; None is "even", which is AMD Quark's.
     largest: the largest magnitudes of whole rows, where `rows` and `weight` hold some of the columns; read where
@@ -70,14 +79,17 @@ def quantized_input(
     if weight.format == "mxfp4":
         if rule == "w4a16":
             return rows
+        if resolve(implementation) == "pallas" and rows.size:
+            return Planes(mxfp4_planes(rows, rule or "even"))
         return dequantize_mxfp4_rows(*quantize_mxfp4_rows(rows, rule or "even")).astype(rows.dtype)
     flavour: Flavour = "e4m3fn" if weight.values.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
     if weight.input_scale is not None:
         return _by_one_scale(rows, weight.input_scale, flavour)
-    if finds_row_scales(weight):
+    if largest is not None and finds_row_scales(weight):
         values, scales = quantize_fp8_rows(rows, flavour, largest=largest)
     else:
-        values, scales = quantize_fp8_rows(rows, flavour, group=FP8_BLOCK)
+        group = FP8_BLOCK if weight.has_block_scales else None
+        values, scales = quantize_fp8_input(rows, flavour, group=group, implementation=implementation)
     return Codes(values=values, scales=scales)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.expert_gemm import pallas, xla
-from pallas_kernels.expert_gemm.codes import Codes, Input, Weight, hold, stored, wraps
+from pallas_kernels.expert_gemm.codes import Codes, Input, Planes, Weight, hold, shape_of, stored, wraps
 from pallas_kernels.expert_gemm.tiles import GemmConfig, Tile, choose_config
 from pallas_kernels.expert_gemm.xla import block_rows as xla_block_rows
 from pallas_kernels.formats import MX_BLOCK
@@ -29,6 +29,7 @@ from pallas_kernels.route_map import RouteMap
 __all__ = [
     "Codes",
     "GemmConfig",
+    "Planes",
     "Tile",
     "choose_config",
     "down",
@@ -117,22 +118,22 @@ def _check(
         _check_codes(name, x, weight)
     else:
         shape = weight.shape
-        if isinstance(x, Codes) or x.dtype not in (jnp.bfloat16, jnp.float32) or weight.dtype != x.dtype:
-            given = "codes" if isinstance(x, Codes) else x.dtype
+        given = type(x).__name__ if isinstance(x, Codes | Planes) else x.dtype
+        if given not in (jnp.bfloat16, jnp.float32) or given != weight.dtype:
             raise TypeError(f"{name} is {given} and weight is {weight.dtype}; expected both bfloat16 or both float32")
-    values = x.values if isinstance(x, Codes) else x
-    if values.ndim != 2 or len(shape) != 3 or values.shape[1] != shape[2]:
-        raise ValueError(
-            f"{name} is {values.shape} and weight is {shape}; expected [rows, depth] and [E, columns, depth]"
-        )
-    if out_dtype is None and isinstance(x, Codes):
-        raise TypeError(f"{name} is codes, which have no dtype to give the output; name out_dtype")
-    return values.shape[0], shape, jnp.dtype(values.dtype if out_dtype is None else out_dtype)
+    own = shape_of(x)
+    if len(own) != 2 or len(shape) != 3 or own[1] != shape[2]:
+        raise ValueError(f"{name} is {own} and weight is {shape}; expected [rows, depth] and [E, columns, depth]")
+    if out_dtype is None:
+        if isinstance(x, Codes):
+            raise TypeError(f"{name} is codes, which have no dtype to give the output; name out_dtype")
+        out_dtype = (x.columns if isinstance(x, Planes) else x).dtype
+    return own[0], shape, jnp.dtype(out_dtype)
 
 
 def _check_codes(name: str, x: Input, weight: Codes) -> None:
     if weight.is_mxfp4 == isinstance(x, Codes):
-        raise TypeError(f"{name} goes as Codes with an FP8 weight and as numbers with an MXFP4 weight")
+        raise TypeError(f"{name} goes as Codes with an FP8 weight and as numbers or Planes with an MXFP4 weight")
     if weight.is_mxfp4 and weight.columns % MX_BLOCK:
         raise ValueError(f"the weight has {weight.columns} columns; MXFP4 needs a multiple of {MX_BLOCK}")
     if isinstance(x, Codes):

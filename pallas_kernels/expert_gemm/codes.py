@@ -56,7 +56,24 @@ class Codes:
         return "mxfp4" if self.is_mxfp4 else "fp8"
 
 
-Input = Float[Array, "rows n"] | Codes
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Planes:
+    """Rows of numbers [rows, n] as kernels multiply MXFP4 with: columns [4, rows, n / 4], every fourth column of x."""
+
+    columns: Any
+
+    @classmethod
+    def of(cls, x: Float[Array, "rows n"]) -> Planes:
+        """The planes of x."""
+        return cls(jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // CODES_A_WORD, CODES_A_WORD), 2, 0))
+
+    def rows(self) -> Float[Array, "rows n"]:
+        """x."""
+        return jnp.moveaxis(self.columns, 0, 2).reshape(self.columns.shape[1], -1)
+
+
+Input = Float[Array, "rows n"] | Codes | Planes
 Weight = Float[Array, "E out n"] | Codes
 
 
@@ -102,9 +119,19 @@ def _powers(scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-def numbers(x: Codes | Float[Array, "rows n"]) -> Float32[Array, "rows n"]:
+def shape_of(x: Input) -> tuple[int, ...]:
+    """[rows, n] of the input of a GEMM."""
+    if isinstance(x, Planes):
+        planes, rows, words = x.columns.shape
+        return rows, planes * words
+    return x.values.shape if isinstance(x, Codes) else x.shape
+
+
+def numbers(x: Input) -> Float32[Array, "rows n"]:
     """What the input of a GEMM stands for."""
-    return dequantize_fp8_rows(x.values, x.scales) if isinstance(x, Codes) else x.astype(jnp.float32)
+    if isinstance(x, Codes):
+        return dequantize_fp8_rows(x.values, x.scales)
+    return (x.rows() if isinstance(x, Planes) else x).astype(jnp.float32)
 
 
 def decode_expert(weight: Codes, expert: jax.Array) -> Float32[Array, "out n"]:

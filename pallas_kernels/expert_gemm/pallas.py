@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels._pallas import pallas_call
 from pallas_kernels.dispatch import interpreted
-from pallas_kernels.expert_gemm.codes import CODES_A_WORD, Codes, Input, Weight, hold
+from pallas_kernels.expert_gemm.codes import Codes, Input, Planes, Weight, hold, shape_of
 from pallas_kernels.expert_gemm.products import Place, Product, fp8, mxfp4, plain
 from pallas_kernels.expert_gemm.tiles import Tile
 from pallas_kernels.formats import round_to, swiglu
@@ -144,8 +144,7 @@ def gate_up(
 ) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
     shape = jax.ShapeDtypeStruct((num_routes, _out_columns(weight) // 2), dtype)
-    tokens = (x.values if isinstance(x, Codes) else x).shape[0]
-    kernel = functools.partial(_gate_up, routes_per_token=num_routes // tokens)
+    kernel = functools.partial(_gate_up, routes_per_token=num_routes // shape_of(x)[0])
     return _call("muse_gate_up", kernel, x, weight, routes, shape, tile, into, interpret)
 
 
@@ -153,8 +152,7 @@ def down(
     activation: Input, weight: Weight, routes: RouteMap, dtype: DTypeLike, tile: Tile, into, interpret
 ) -> Float[Array, "R H"]:
     """See `pallas_kernels.expert_gemm.down`."""
-    rows = (activation.values if isinstance(activation, Codes) else activation).shape[0]
-    shape = jax.ShapeDtypeStruct((rows, _out_columns(weight)), dtype)
+    shape = jax.ShapeDtypeStruct((shape_of(activation)[0], _out_columns(weight)), dtype)
     return _call("muse_down", _down, activation, weight, routes, shape, tile, into, interpret)
 
 
@@ -190,13 +188,9 @@ def _operands(x: Input, weight: Weight) -> tuple[str, Product, tuple[Any, ...], 
         return "_fp8", fp8, arrays, weight.scales.shape[0]
     if isinstance(weight, Codes):
         held = hold(weight)
-        return "_mxfp4", mxfp4, (_planes(x), held.values, held.scales), held.scales.shape[0]
+        planes = x if isinstance(x, Planes) else Planes.of(jnp.asarray(x))
+        return "_mxfp4", mxfp4, (planes.columns, held.values, held.scales), held.scales.shape[0]
     return "", plain, (x, weight), weight.shape[0]
-
-
-def _planes(x: Any) -> Float[Array, "4 rows n_fourth"]:
-    """Every fourth column of x, from the first, second, third and fourth on."""
-    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // CODES_A_WORD, CODES_A_WORD), 2, 0)
 
 
 def _bytes_of_fnuz(values: jax.Array) -> jax.Array:

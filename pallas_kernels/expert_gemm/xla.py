@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.expert_gemm.codes import Codes, Input, Weight, decode_expert, numbers
+from pallas_kernels.expert_gemm.codes import Codes, Input, Planes, Weight, decode_expert, numbers, shape_of
 from pallas_kernels.formats import round_to, swiglu, swiglu_gradient
 from pallas_kernels.route_map import RouteMap
 from pallas_kernels.varying import vary_together, zeros_like_all
@@ -43,8 +43,8 @@ def block_rows(rows_per_expert: float) -> int:
 
 def gate_up(x: Input, weight: Weight, routes: RouteMap, num_routes: int, dtype: DTypeLike) -> Float[Array, "R F"]:
     """See `pallas_kernels.expert_gemm.gate_up`."""
-    rows = (x.values if isinstance(x, Codes) else x).shape[0]
-    return _multiply(_Gemm(routes_per_row=num_routes // rows, swiglu=True, dtype=jnp.dtype(dtype)), x, weight, routes)
+    routes_per_row = num_routes // shape_of(x)[0]
+    return _multiply(_Gemm(routes_per_row=routes_per_row, swiglu=True, dtype=jnp.dtype(dtype)), x, weight, routes)
 
 
 def down(activation: Input, weight: Weight, routes: RouteMap, dtype: DTypeLike) -> Float[Array, "R H"]:
@@ -53,7 +53,7 @@ def down(activation: Input, weight: Weight, routes: RouteMap, dtype: DTypeLike) 
 
 
 def _multiply(gemm: _Gemm, x: Input, weight: Weight, routes: RouteMap) -> jax.Array:
-    if isinstance(weight, Codes) or isinstance(x, Codes):
+    if isinstance(weight, Codes) or isinstance(x, Codes | Planes):
         return _multiply_codes(gemm, numbers(x), weight, routes)
     return _multiply_blocks(gemm, *vary_together(x, weight, *routes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels.formats import (
     E4M3_DTYPE,
@@ -44,14 +44,20 @@ def quantize_fp8_rows(
         raise ValueError(f"flavour is {flavour!r}; expected one of {', '.join(E4M3_LIMIT)}")
     if group is not None and x.shape[-1] % group:
         raise ValueError(f"x has {x.shape[-1]} columns; groups of {group} need a multiple of {group}")
-    limit = E4M3_LIMIT[flavour]
     values = x.astype(jnp.float32)
     grouped = values if group is None else values.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    largest = largest_magnitudes(grouped) if largest is None else largest
+    codes, scales = fp8_codes(grouped, largest_magnitudes(grouped) if largest is None else largest, flavour)
+    return lax.bitcast_convert_type(codes.reshape(x.shape).astype(jnp.uint8), E4M3_DTYPE[flavour]), scales
+
+
+def fp8_codes(
+    x: Float32[Array, "*rows n"], largest: Float32[Array, "*rows"], flavour: Flavour
+) -> tuple[Int32[Array, "*rows n"], Float32[Array, "*rows"]]:
+    """(codes, scales) of rows whose largest magnitudes are given, infinity for one that is not finite."""
+    limit = E4M3_LIMIT[flavour]
     scales = jnp.maximum(divide(largest, jnp.full_like(largest, limit)), jnp.float32(1 / (512 * limit)))
-    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
-    codes = encode_e4m3(jnp.clip(divide(grouped, scales[..., None]), -limit, limit), flavour).reshape(x.shape)
-    return lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3_DTYPE[flavour]), scales
+    scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
+    return encode_e4m3(jnp.clip(divide(x, scales[..., None]), -limit, limit), flavour), scales
 
 
 def largest_magnitudes(x: Float[Array, "*rows n"]) -> Float32[Array, "*rows"]:

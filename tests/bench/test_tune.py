@@ -13,15 +13,16 @@ from pallas_kernels.target import TARGETS
 @pytest.mark.parametrize("rows", [0.03, 2, 16, 128, 512])
 def test_candidates_fit(target: str, rows: float) -> None:
     for halves in (1, 2):
-        found = list(candidates(TARGETS[target], rows, 2, halves=halves))
-        assert len(found) > 10
-        for block_rows, tile in found:
-            GemmConfig(block_rows=block_rows, gate_up=tile, down=tile)
+        for kind in ("bfloat16", "fp8", "mxfp4"):
+            found = list(candidates(TARGETS[target], rows, kind, halves=halves))
+            assert len(found) > 10
+            for block_rows, tile in found:
+                GemmConfig(block_rows=block_rows, gate_up=tile, down=tile)
 
 
 def test_entries_replace_their_like(tmp_path) -> None:
     file = tmp_path / "tiles.json"
-    (_, first), (_, second), *_ = candidates(TARGETS["sm_90"], 2, 2, halves=2)
+    (_, first), (_, second), *_ = candidates(TARGETS["sm_90"], 2, "bfloat16", halves=2)
     make = lambda tile, rows: Entry(
         dtype="bfloat16", max_rows=rows, config=GemmConfig(block_rows=16, gate_up=tile, down=tile)
     )

@@ -13,7 +13,9 @@ from pallas_kernels.formats import MX_RULES
 from pallas_kernels.quantize import (
     dequantize_fp8_rows,
     dequantize_mxfp4_rows,
+    mxfp4_planes,
     pack_e2m1,
+    quantize_fp8_input,
     quantize_fp8_rows,
     quantize_mxfp4_rows,
     unpack_e2m1,
@@ -145,3 +147,29 @@ def test_packing_has_the_even_column_in_the_low_bits():
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.zeros((1, 48)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("columns", [128, 160])
+def test_kernels_give_the_same_codes(dtype: str, columns: int) -> None:
+    """Every code, scale and number of the kernels is that of the XLA path, NaN rows and subnormal ones included."""
+    x = jnp.asarray(np.resize(awkward_rows(), (64, columns)), dtype)
+    for flavour in FLAVOURS:
+        for group in (None, columns // 5) if columns == 160 else (None, 64):
+            for kernel, wanted in zip(
+                quantize_fp8_input(x, flavour, group=group, implementation="pallas"),
+                fp8(x, flavour, group=group),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(np.asarray(kernel).view(np.uint8), np.asarray(wanted).view(np.uint8))
+    for rule in MX_RULES:
+        planes = np.asarray(mxfp4_planes(x, rule), np.float32)
+        wanted = np.asarray(dequantize_mxfp4_rows(*mxfp4(x, rule)).astype(dtype), np.float32)
+        np.testing.assert_array_equal(np.moveaxis(planes, 0, 2).reshape(x.shape), wanted)
+
+
+def test_kernels_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="x has 48 columns; MXFP4 needs a multiple of 32"):
+        mxfp4_planes(jnp.zeros((2, 48)), "even")
+    with pytest.raises(ValueError, match="rule is 'up'"):
+        mxfp4_planes(jnp.zeros((2, 64)), "up")
