@@ -1,12 +1,15 @@
-"""Checks at full size that take a GPU: equal bits whatever the tile, equal bits run after run, and arrays beyond 2^31
-elements.
+"""Checks at full size that take a GPU: experts at the edges of 32-bit offsets, equal bits whatever the tile, equal bits
+run after run, and arrays beyond 2^31 elements.
 
     python scripts/check_full_size.py
 
-1. Rows of the tiles chosen for T tokens against those of the smallest tile, for uniform and skewed routing: the largest
+1. Rows of experts 0, 127, 128 and 255, in bfloat16, FP8 and MXFP4, whose w2 or w13 has 2^32 bytes: bfloat16 against
+   float64, codes against the reference's rows of the same codes; and those experts' bytes against the experts made
+   alone.
+2. Rows of the tiles chosen for T tokens against those of the smallest tile, for uniform and skewed routing: the largest
    difference, which must be zero.
-2. The same call 20 times: every bit equal.
-3. T = 65,536 and 65,600, where [T, K, H] has 2^31 elements and more: rows of the first, middle and last token against
+3. The same call 20 times: every bit equal.
+4. T = 65,536 and 65,600, where [T, K, H] has 2^31 elements and more: rows of the first, middle and last token against
    float64.
 Exit code 1 if one fails.
 """
@@ -14,13 +17,17 @@ Exit code 1 if one fails.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muse_jax.bench.work import Sizes, route_sets, row_error
+from muse_jax.bench.work import Sizes, random_weight, route_sets, row_error
 from muse_jax.experts import expert_rows
+from muse_jax.quantization.array import Format
+from muse_jax.quantization.inputs import ActivationRule
 from pallas_kernels import expert_gemm
 from pallas_kernels.expert_gemm import Tile
 from pallas_kernels.route_map import route_map
@@ -30,16 +37,47 @@ SMALLEST = Tile(cols=64, depth=64, num_warps=4, num_stages=2)
 TOKENS = (1, 8, 64, 512, 4096)
 MANY = (65_536, 65_600)
 RUNS = 20
+CORNERS = (0, 127, 128, 255, 1, 254, 64, 191)
+FORMATS: tuple[tuple[Format | None, ActivationRule | None], ...] = (
+    (None, None),
+    ("fp8", None),
+    ("mxfp4", "even"),
+    ("mxfp4", "w4a16"),
+)
 
 
-def weights() -> tuple[jax.Array, jax.Array]:
-    """Random experts, made one at a time."""
+SHAPES = (2 * SIZES.f, SIZES.h), (SIZES.h, SIZES.f)
+KEYS = jax.random.split(jax.random.key(0), (2, SIZES.experts))
 
-    def make(key: jax.Array, rows: int, columns: int) -> jax.Array:
-        one = lambda key: (jax.random.normal(key, (rows, columns)) * columns**-0.5).astype(jnp.bfloat16)
-        return jax.jit(lambda: jax.lax.map(one, jax.random.split(key, SIZES.experts)))()
 
-    return make(jax.random.key(0), 2 * SIZES.f, SIZES.h), make(jax.random.key(1), SIZES.h, SIZES.f)
+def weights(form: Format | None = None, experts: Sequence[int] = range(SIZES.experts)) -> list[Any]:
+    """gate_up and down of these of the random experts, codes in the arrays that the kernels read."""
+    picked = KEYS[:, np.array(experts)]
+    return [random_weight(keys, shape, jnp.bfloat16, form) for keys, shape in zip(picked, SHAPES, strict=True)]
+
+
+def differing_bytes(form: Format | None, held: list[Any]) -> int:
+    """How many bytes of the corner experts, cut from the whole weights, differ from those of the same experts alone."""
+    wrong = 0
+    for alone, weight in zip(weights(form, CORNERS), held, strict=True):
+        cut = jax.tree.map(lambda part: part[np.array(CORNERS)], weight)
+        alone = jax.tree.map(lambda part: part[: len(CORNERS)], alone)
+        for given, wanted in zip(jax.tree.leaves(cut), jax.tree.leaves(alone), strict=True):
+            flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in (given, wanted)]
+            wrong += int(np.sum(flat[0] != flat[1]))
+    return wrong
+
+
+def corner_errors(rule: ActivationRule | None, held: list[Any]) -> list[float]:
+    """The largest error of a row of the experts in CORNERS at 1, 7, 512 and 4096 tokens."""
+    run = jax.jit(lambda x, ids, *held: expert_rows(x, ids, *held, activation_rule=rule)[1])
+    found = []
+    for tokens in (1, 7, 512, 4096):
+        ids = np.array(route_sets(SIZES, tokens, "uniform", 1)[0])
+        ids[0] = CORNERS
+        x = jax.random.normal(jax.random.key(tokens), (tokens, SIZES.h), jnp.bfloat16)
+        found.append(row_error(x, run(x, jnp.asarray(ids), *held), ids, *held, rule))
+    return found
 
 
 @jax.jit
@@ -62,6 +100,17 @@ def main() -> int:
         print("this machine has no GPU; full-size checks need one", file=sys.stderr)
         return 2
     failed = False
+    for form, rule in FORMATS:
+        held = weights(form)
+        wrong = differing_bytes(form, held)
+        errors = corner_errors(rule, held)
+        failed |= wrong > 0 or max(errors) > 1e-2
+        about = " ".join(filter(None, (form or "bfloat16", rule)))
+        print(
+            f"{about}: {wrong} bytes differ from the experts alone; row errors of experts {CORNERS}: {errors}",
+            flush=True,
+        )
+        del held
     gate_up, down = weights()
     for routing in ("uniform", "zipf", "hot", "few"):
         for tokens in TOKENS:

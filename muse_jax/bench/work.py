@@ -134,19 +134,19 @@ def train_us(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], rep
     return 1e6 * statistics.median(laps)
 
 
-def random_weight(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, form: Format | None) -> Any:
-    """Normal values of a weight [E, out, in], or their codes, made one expert at a time: the random bits of all at once
-    would not fit beside the weights.
+def random_weight(keys: jax.Array, shape: tuple[int, int], dtype: DTypeLike, form: Format | None) -> Any:
+    """Normal values of a weight [E, *shape] of one key an expert, or their codes, made one expert at a time: the random
+    bits of all at once would not fit beside the weights.
     """
 
     def one(key: jax.Array) -> Any:
-        weight = (jax.random.normal(key, shape[1:]) * shape[-1] ** -0.5).astype(dtype)
+        weight = (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(dtype)
         if form is None:
             return weight
         return quantize_mxfp4(weight) if form == "mxfp4" else quantize_fp8(weight, local_flavour())
 
-    weight = jax.jit(lambda: jax.lax.map(one, jax.random.split(key, shape[0])))()
-    return weight if form is None else jax.jit(QuantizedArray.held, donate_argnums=0)(weight)
+    weight = jax.jit(lambda: jax.lax.map(one, keys))()
+    return weight if form is None else jax.jit(QuantizedArray.held)(weight)
 
 
 def bytes_a_weight(dtype: DTypeLike, form: Format | None) -> float:

@@ -188,9 +188,11 @@ def _tune(args: argparse.Namespace, sizes: Sizes) -> int:
 
 def _weights(sizes: Sizes, experts: int, dtype: DTypeLike, form: Format | None) -> tuple[Any, Any]:
     """(gate_up, down) of random experts."""
-    shapes = (experts, 2 * sizes.f, sizes.h), (experts, sizes.h, sizes.f)
-    first, second = (random_weight(jax.random.key(i), shape, dtype, form) for i, shape in enumerate(shapes))
-    return first, second
+    first, second = jax.random.split(jax.random.key(0), (2, experts))
+    return (
+        random_weight(first, (2 * sizes.f, sizes.h), dtype, form),
+        random_weight(second, (sizes.h, sizes.f), dtype, form),
+    )
 
 
 def _block(
