@@ -248,7 +248,13 @@ def _ours(
     moe: MuseMoE | ShardedMoE = _block(config, weights, args, implementation)
     if mesh is not None:
         moe = ShardedMoE.from_weights(
-            config, moe.weights(), mesh, dtype=args.dtype, schedule=schedule_of(args), implementation=implementation
+            config,
+            moe.weights(),
+            mesh,
+            dtype=args.dtype,
+            schedule=schedule_of(args),
+            activation_rule=args.activation_rule,
+            implementation=implementation,
         )
     graph, state = nnx.split(moe)
     block = jax.jit(lambda state, x, **padding: nnx.merge(graph, state)(x, **padding))
