@@ -44,8 +44,6 @@ FORMATS: tuple[tuple[Format | None, ActivationRule | None], ...] = (
     ("mxfp4", "even"),
     ("mxfp4", "w4a16"),
 )
-
-
 SHAPES = (2 * SIZES.f, SIZES.h), (SIZES.h, SIZES.f)
 KEYS = jax.random.split(jax.random.key(0), (2, SIZES.experts))
 
@@ -71,12 +69,13 @@ def differing_bytes(form: Format | None, held: list[Any]) -> int:
 def corner_errors(rule: ActivationRule | None, held: list[Any]) -> list[float]:
     """The largest error of a row of the experts in CORNERS at 1, 7, 512 and 4096 tokens."""
     run = jax.jit(lambda x, ids, *held: expert_rows(x, ids, *held, activation_rule=rule)[1])
+    gate_up, down = held
     found = []
     for tokens in (1, 7, 512, 4096):
         ids = np.array(route_sets(SIZES, tokens, "uniform", 1)[0])
         ids[0] = CORNERS
         x = jax.random.normal(jax.random.key(tokens), (tokens, SIZES.h), jnp.bfloat16)
-        found.append(row_error(x, run(x, jnp.asarray(ids), *held), ids, *held, rule))
+        found.append(row_error(x, run(x, jnp.asarray(ids), gate_up, down), ids, gate_up, down, rule))
     return found
 
 
