@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.formats import FP8_BLOCK
+from pallas_kernels.block_sizes import CODES_A_WORD, FP8_BLOCK
 from pallas_kernels.quantize import dequantize_fp8_rows, dequantize_mxfp4_rows
 
 _LIMIT = 2**32  # bytes up to which Pallas counts offsets in 32 bits
-CODES_A_WORD = 4
 
 
 @jax.tree_util.register_dataclass

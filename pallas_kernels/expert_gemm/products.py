@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._tile import dot_rows, load_tile
-from pallas_kernels.expert_gemm.codes import CODES_A_WORD
+from pallas_kernels.block_sizes import CODES_A_WORD
 from pallas_kernels.expert_gemm.tiles import Tile
 from pallas_kernels.expert_gemm.words import unpack
 from pallas_kernels.formats import FP8_BLOCK, MX_BLOCK

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels._pallas import pallas_call
+from pallas_kernels.block_sizes import CODES_A_WORD
 from pallas_kernels.dispatch import interpreted
 from pallas_kernels.formats import (
     E4M3_DTYPE,
@@ -29,8 +30,6 @@ from pallas_kernels.formats import (
     mx_scale,
 )
 from pallas_kernels.quantize.xla import fp8_codes, largest_magnitudes
-
-_PLANES = 4  # codes a word, in the MXFP4 weights that the GEMMs read
 
 
 def _fp8(x_ref, codes_ref, scales_ref, *, flavour: Flavour, width: int):
@@ -52,11 +51,11 @@ def _mxfp4(x_ref, planes_ref, *, rule: Rule, width: int):
     word = jnp.arange(width)
     inside = word < words
     planes = [
-        plt.load(x_ref.at[row, _PLANES * word + plane], mask=inside, other=0).astype(jnp.float32)
-        for plane in range(_PLANES)
+        plt.load(x_ref.at[row, CODES_A_WORD * word + plane], mask=inside, other=0).astype(jnp.float32)
+        for plane in range(CODES_A_WORD)
     ]
     bits = functools.reduce(jnp.maximum, [magnitude_bits(plane) for plane in planes])
-    blocks = bits.reshape(width * _PLANES // MX_BLOCK, MX_BLOCK // _PLANES)
+    blocks = bits.reshape(width * CODES_A_WORD // MX_BLOCK, MX_BLOCK // CODES_A_WORD)
     largest = jnp.max(blocks, axis=1)
     exponent = mx_exponent(largest, rule)
     own = lambda value: jnp.broadcast_to(value[:, None], blocks.shape).reshape(width)
@@ -86,8 +85,8 @@ def quantize_fp8(
 def mxfp4_planes(x: Float[Array, "R n"], rule: Rule, *, interpret: bool | None = None) -> Float[Array, "4 R n_fourth"]:
     """See `pallas_kernels.quantize.mxfp4_planes`."""
     rows, n = x.shape
-    out = jax.ShapeDtypeStruct((_PLANES, rows, n // _PLANES), x.dtype)
-    return _call(functools.partial(_mxfp4, rule=rule), x, out, n // _PLANES, "muse_quantize_mxfp4", interpret)
+    out = jax.ShapeDtypeStruct((CODES_A_WORD, rows, n // CODES_A_WORD), x.dtype)
+    return _call(functools.partial(_mxfp4, rule=rule), x, out, n // CODES_A_WORD, "muse_quantize_mxfp4", interpret)
 
 
 def _call(kernel, x: jax.Array, out_shape, elements: int, name: str, interpret: bool | None):
