@@ -30,7 +30,7 @@ _UNPACKED = "codes are unpacked to numbers that its matrix units multiply, exact
 _REASONS: dict[tuple[str, str], tuple[Service, str]] = {
     ("fp8", "gfx942"): ("native", "e4m3fnuz; codes are converted at load and stand for the same numbers"),
     ("fp8", "gfx950"): ("native", "e4m3fn"),
-    ("fp8", "sm_90"): ("native", "e4m3fn"),
+    ("fp8", "sm_90"): ("emulated", "codes multiplied in float16, exact: Pallas cannot ask Triton for the FP8 units"),
     ("mxfp4", "gfx942"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),
     ("mxfp4", "gfx950"): ("emulated", f"Pallas on Triton cannot express the chip's FP4 units; {_UNPACKED}"),
     ("mxfp4", "sm_90"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),

@@ -88,7 +88,7 @@ def kernels_verdict(backend: str, architecture: str | None, rocm_plugin: str | N
     if target is None:
         return f"perhaps; {architecture} is none of {', '.join(TARGETS)}, for which the tiles were chosen"
     if target.platform == "cuda":
-        return f"yes; {target.chip} ({architecture}) takes the same Triton lowering as AMD, with tiles timed on it"
+        return f"yes; {target.chip} ({architecture}) takes the same Triton lowering as AMD; bfloat16 tiles timed on it"
     return f"yes; {target.chip} ({architecture}), with tiles that compile without spills and have not been timed on it"
 
 

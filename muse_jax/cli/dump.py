@@ -30,8 +30,8 @@ as vLLM's ranks do, each with its own scales of FP8 rows. Quantized experts keep
 is quantized as their format says.
 
 example:
-  muse-jax dump tests/data/hf-tiny/checkpoint --layer 0 --input tests/data/hf-tiny/moe_f32.safetensors --out
-  layer0.safetensors
+  muse-jax dump tests/data/hf-tiny/checkpoint --layer 0 --input tests/data/hf-tiny/moe_f32.safetensors \\
+    --out layer0.safetensors
 """
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from pallas_kernels.expert_gemm.codes import CODES_A_WORD
+from pallas_kernels.block_sizes import CODES_A_WORD
 from pallas_kernels.target import current_architecture
 
 Spread = Callable[[jax.Array], jax.Array]
@@ -24,7 +24,8 @@ Spread = Callable[[jax.Array], jax.Array]
 def unpack(words: jax.Array, scale: jax.Array, spread: Spread, dtype: DTypeLike, *, interpret: bool) -> list[jax.Array]:
     """The four planes [out, m] of uint16 words [out, m], in bfloat16 or float32.
 
-    scale: bfloat16 powers of two, one for several words of a row; `spread` gives each word its own.
+    scale: bfloat16 powers of two, one for several words of a row; `spread` gives each word its own. In bfloat16 on
+      NVIDIA, scales of 4 and more (bytes 129 to 254) overflow to infinity.
     """
     if dtype == jnp.bfloat16 and not interpret and (current_architecture() or "").startswith("sm_"):
         own = spread(scale * jnp.bfloat16(2.0**126))
