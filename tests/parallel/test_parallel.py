@@ -37,7 +37,7 @@ from tests.reference.checks import row_errors
 
 # Row by row; the sums over tp and ep are float32 and in another order.
 F32 = 2e-6
-# Roundings of both axes (2.7e-3 over ep, 3.2e-3 over tp), independent of each other; ep=2 alone, 3.0e-3 by the truth too.
+# Roundings of both axes, independent: 2.7e-3 over ep, 3.2e-3 over tp. The truth itself has 3.0e-3 over ep=2 alone.
 BOTH = np.hypot(2.7e-3, 3.2e-3)
 
 
