@@ -90,3 +90,22 @@ def found(shape, count, dtype=FLOAT32, schedule=CHUNKED, config=CONFIG, names=("
     _, program = compiled(shape, count, dtype, schedule, config, names)
     out = program(sharded(shape, dtype, schedule, config).weights(), jnp.asarray(tokens(count, dtype, config)))
     return {name: np.asarray(value) for name, value in out.items()}
+
+
+def relative_error(a, b):
+    """Of the whole array, root of mean squares."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def rounding_bound(shape, size):
+    """How far `size` elements of bfloat16 `combined` on that mesh may be from one device's (float32 sums).
+
+    One rounding moves an array by 1.66e-3 of it. Roundings of different values are independent, so n of them move it by
+    sqrt(n) as much: `combined` on either side; over ep the partial outputs; over tp the rows of one device and the
+    partial rows. That is 2.9e-3 over ep, 3.3e-3 over tp and 3.7e-3 over both; vLLM's own ranks are 2.7e-3 to 3.0e-3 and
+    3.1e-3 to 3.3e-3 from its one device (test_golden.py). A few elements scatter about it.
+    """
+    _, ep, tp = shape
+    roundings = 0 if ep == tp == 1 else 2 + (ep > 1) + 2 * (tp > 1)
+    return 1.66e-3 * np.sqrt(roundings) * (1.03 + 3 / np.sqrt(size))

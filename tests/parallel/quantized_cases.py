@@ -20,6 +20,7 @@ from muse_jax.checkpoint import QuantizedWeight, small_config
 from muse_jax.checkpoint.synthetic import random_layer
 from muse_jax.config import MuseConfig
 from muse_jax.dump import block_settings
+from muse_jax.moe import MuseMoE
 from muse_jax.parallel import ShardedMoE
 from muse_jax.quantization import quantize_fp8, quantize_mxfp4
 from muse_jax.reference import run_block
@@ -113,22 +114,31 @@ def truth(form: str, count: int, config: MuseConfig) -> tuple[np.ndarray, np.nda
 
 
 @cache
-def sharded(form: str, shape: tuple[int, ...], kind: AxisType = AxisType.Explicit) -> ShardedMoE:
+def sharded(
+    form: str, shape: tuple[int, ...], dtype: np.dtype = FLOAT32, kind: AxisType = AxisType.Explicit
+) -> ShardedMoE:
     config = config_of(form, shape[2])
     return ShardedMoE.from_weights(
         config,
         weights(form, config),
         make_mesh(shape, kind=kind),
-        dtype=FLOAT32,
+        dtype=dtype,
         schedule=schedule_of(config),
         activation_rule=rule_of(form),
         implementation="xla",
     )
 
 
-def compile_run(block: ShardedMoE, x: np.ndarray) -> jax.stages.Compiled:
-    """The program of a block's output, traced anew: a test may have replaced a part of it."""
-    run = partial(parallel._run.__wrapped__, settings=block._settings(), names=("out",))
+@cache
+def one_device(form: str, config: MuseConfig, dtype: np.dtype = FLOAT32) -> MuseMoE:
+    return MuseMoE.from_weights(
+        config, weights(form, config), dtype=dtype, activation_rule=rule_of(form), implementation="xla"
+    )
+
+
+def compile_run(block: ShardedMoE, x: np.ndarray, names: tuple[str, ...] = ("out",)) -> jax.stages.Compiled:
+    """The program of a block's boundaries, traced anew: a test may have replaced a part of it."""
+    run = partial(parallel._run.__wrapped__, settings=block._settings(), names=names)
     return jax.jit(run).lower(block.weights(), jnp.asarray(x)).compile()
 
 
