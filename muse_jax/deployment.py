@@ -33,7 +33,10 @@ _REASONS: dict[tuple[str, str], tuple[Service, str]] = {
     ("fp8", "sm_90"): ("emulated", "codes multiplied in float16, exact: Pallas cannot ask Triton for the FP8 units"),
     ("mxfp4", "gfx942"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),
     ("mxfp4", "gfx950"): ("emulated", f"Pallas on Triton cannot express the chip's FP4 units; {_UNPACKED}"),
-    ("mxfp4", "sm_90"): ("emulated", f"the chip has no FP4 units; {_UNPACKED}"),
+    ("mxfp4", "sm_90"): (
+        "emulated",
+        f"the chip has no FP4 units; {_UNPACKED}; block scales of 4 and more are refused in bfloat16",
+    ),
 }
 
 

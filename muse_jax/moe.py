@@ -22,7 +22,7 @@ from muse_jax.checkpoint import QuantizedWeight, to_fnuz
 from muse_jax.config import MuseConfig
 from muse_jax.experts import expert_rows
 from muse_jax.quantization.array import Format, QuantizedArray
-from muse_jax.quantization.inputs import ActivationRule, check_rule
+from muse_jax.quantization.inputs import ActivationRule, check_rule, check_scales
 from muse_jax.router import choose_experts, router_logits
 from pallas_kernels.dispatch import Implementation, resolve
 from pallas_kernels.target import current_target
@@ -169,7 +169,10 @@ class MuseMoE(nnx.Module):
                 setattr(owner, attribute, nnx.Param(jnp.asarray(weights[name], wanted.dtype)))
         quantized = [isinstance(weights[name], QuantizedWeight | QuantizedArray) for name in ("gate_up", "down")]
         if all(quantized):
-            block.experts.hold(_on_device(weights["gate_up"]), _on_device(weights["down"]), activation_rule)
+            held = {name: _on_device(weights[name]) for name in ("gate_up", "down")}
+            for name, weight in held.items():
+                check_scales(name, weight, dtype, implementation)
+            block.experts.hold(held["gate_up"], held["down"], activation_rule)
         elif any(quantized):
             raise ValueError("one of gate_up and down is quantized and the other is not; expected both or neither")
         else:

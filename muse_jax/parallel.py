@@ -37,7 +37,7 @@ from muse_jax.config import MuseConfig
 from muse_jax.experts import down_rows, expert_activation, expert_rows
 from muse_jax.quantization.array import Format, QuantizedArray
 from muse_jax.quantization.fp8 import to_fnuz
-from muse_jax.quantization.inputs import ActivationRule, check_rule, finds_row_scales
+from muse_jax.quantization.inputs import ActivationRule, check_rule, check_scales, finds_row_scales
 from muse_jax.schedule import Chunk, Schedule
 from muse_jax.sharding import (
     HELD,
@@ -94,6 +94,8 @@ class ShardedMoE(nnx.Module):
             words = " and ".join(form or "unquantized" for form in formats)
             raise ValueError(f"gate_up and down are {words}; expected one format")
         check_rule(activation_rule, held["down"])
+        for name in EXPERT_WEIGHTS:
+            check_scales(name, held[name], jnp.result_type(held["pre_expert_proj"]), implementation)
         self.config = config
         self.mesh = mesh
         self.schedule = schedule or Schedule()

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from muse_jax.quantization.array import QuantizedArray
@@ -35,6 +37,7 @@ from pallas_kernels.quantize import (
     quantize_fp8_rows,
     quantize_mxfp4_rows,
 )
+from pallas_kernels.target import current_architecture
 
 ActivationRule = Literal["even", "floor", "rceil", "w4a16"]
 
@@ -48,6 +51,28 @@ def check_rule(rule: str | None, weight: Array | QuantizedArray) -> None:
     if not isinstance(weight, QuantizedArray) or weight.format != "mxfp4":
         held = weight.format if isinstance(weight, QuantizedArray) else weight.dtype
         raise ValueError(f"activation_rule is {rule!r} and the experts are {held}; only MXFP4 experts have a rule")
+
+
+def check_scales(
+    name: str, weight: Array | QuantizedArray, dtype: DTypeLike, implementation: Implementation | None
+) -> None:
+    """Raises ValueError where the kernels of this device cannot hold a weight's numbers.
+
+    That is MXFP4 with scales of 4 or more in bfloat16 on NVIDIA (`pallas_kernels.expert_gemm.words`). Traced scales
+    pass.
+    """
+    if not isinstance(weight, QuantizedArray) or weight.format != "mxfp4" or isinstance(weight.scales, Tracer):
+        return
+    on_nvidia = (current_architecture() or "").startswith("sm_")
+    if not on_nvidia or dtype != jnp.bfloat16 or resolve(implementation) != "pallas":
+        return
+    scales = weight.scales
+    beyond = (scales >= 129) & (scales < 255) if scales.dtype == jnp.uint8 else scales >= 4
+    if jnp.any(beyond):
+        raise ValueError(
+            f"{name} has MXFP4 block scales of 4 or more, which overflow in the bfloat16 kernels on NVIDIA; expected "
+            'smaller ones (weights below 24), or implementation="xla" or dtype=float32'
+        )
 
 
 def finds_row_scales(weight: Array | QuantizedArray) -> bool:

@@ -25,7 +25,7 @@ def unpack(words: jax.Array, scale: jax.Array, spread: Spread, dtype: DTypeLike,
     """The four planes [out, m] of uint16 words [out, m], in bfloat16 or float32.
 
     scale: bfloat16 powers of two, one for several words of a row; `spread` gives each word its own. In bfloat16 on
-      NVIDIA, scales of 4 and more (bytes 129 to 254) overflow to infinity.
+      NVIDIA, scales of 4 and more (bytes 129 to 254) overflow to infinity; the modules refuse them.
     """
     if dtype == jnp.bfloat16 and not interpret and (current_architecture() or "").startswith("sm_"):
         own = spread(scale * jnp.bfloat16(2.0**126))

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from muse_jax.checkpoint import QuantizedWeight
-from muse_jax.quantization import QuantizedArray, quantize_experts_mxfp4, quantize_fp8, quantize_mxfp4
+from muse_jax.quantization import QuantizedArray, inputs, quantize_experts_mxfp4, quantize_fp8, quantize_mxfp4
 from muse_jax.quantization import mxfp4 as mxfp4_module
+from muse_jax.quantization.inputs import check_scales
 from muse_jax.reference import quantized as truth
 from tests.quark import EXPERTS, quark_file, quark_weights
 
@@ -200,3 +201,20 @@ ARRAY = quantize_mxfp4(weight())
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("byte, fits", [(128, True), (129, False), (254, False), (255, True)])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_scales_that_nvidias_kernels_overflow_with_are_refused(byte, fits, is_held, monkeypatch):
+    scales = jnp.full((1, 2, 1), byte, jnp.uint8)
+    weight = QuantizedArray(values=jnp.zeros((1, 2, 16), jnp.uint8), scales=scales, format="mxfp4")
+    weight = weight.held() if is_held else weight
+    check_scales("down", weight, jnp.bfloat16, "pallas")  # no NVIDIA GPU here
+    monkeypatch.setattr(inputs, "current_architecture", lambda: "sm_90")
+    check_scales("down", weight, jnp.float32, "pallas")
+    check_scales("down", weight, jnp.bfloat16, "xla")
+    if fits:
+        check_scales("down", weight, jnp.bfloat16, "pallas")
+    else:
+        with pytest.raises(ValueError, match="down has MXFP4 block scales of 4 or more, which overflow"):
+            check_scales("down", weight, jnp.bfloat16, "pallas")
