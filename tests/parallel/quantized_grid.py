@@ -32,7 +32,7 @@ def errors_in_bfloat16(form, shape):
     for count in TOKENS[1:]:
         x = tokens(count, BFLOAT16, config)
         ours = compile_run(block, x, ("combined",))(block.weights(), jnp.asarray(x))["combined"]
-        yield relative_error(ours, run(one, x)["combined"]) / max(1e-9, rounding_bound(shape, ours.size))
+        yield relative_error(ours, run(one, x)["combined"]) / max(1e-4, rounding_bound(shape, ours.size))
 
 
 def run(block, x):
