@@ -17,6 +17,7 @@ from pallas_kernels.target import TARGETS, current_architecture
 
 _PACKAGES = ("muse-jax", "jax", "jaxlib", "flax", "numpy", "triton")
 _PLUGINS = ("jax-rocm7-plugin", "jax-rocm7-pjrt", "jax-cuda13-plugin", "jax-cuda12-plugin")
+_WORDS = {"device_memory_gib": "device memory (GiB)"}
 EPILOG = """\
 example:
   muse-jax doctor
@@ -43,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     versions, formats = found.pop("versions"), found.pop("formats")
-    print_table(("what", "found"), [(name.replace("_", " "), str(value)) for name, value in found.items()])
+    print_table(
+        ("what", "found"),
+        [
+            (_WORDS.get(name, name.replace("_", " ")), "none" if value is None else str(value))
+            for name, value in found.items()
+        ],
+    )
     print()
     print_table(("experts", "here", "because"), [(name, *said.values()) for name, said in formats.items()])
     print()
