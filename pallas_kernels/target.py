@@ -110,6 +110,11 @@ def current_architecture() -> str | None:
     return architecture(jax.devices()[0].compute_capability)
 
 
+def on_nvidia() -> bool:
+    """Whether kernels are being compiled for an NVIDIA GPU."""
+    return (current_architecture() or "").startswith("sm_")
+
+
 def current_target() -> Target | None:
     """The target of the first GPU, None without one or where it is not one of `TARGETS`."""
     return TARGETS.get(current_architecture() or "")

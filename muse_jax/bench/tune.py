@@ -49,7 +49,8 @@ def candidates(target: Target, rows_per_expert: float, kind: str, *, halves: int
     else:
         blocks = ((128, (16, 32, 64)), (192, (64, 128)), (192, (16, 64, 128)))
     groups = (1, 4) if rows_per_expert < 64 else (4, 8)
-    orders = (False, True) if kind == "mxfp4" else (False,)
+    # What is unpacked in registers goes to wgmma as the left operand only.
+    orders = (False, True) if kind == "mxfp4" or (kind == "fp8" and target.platform == "cuda") else (False,)
     weight_bytes, input_bytes = _BYTES[kind], _BYTES["bfloat16"] if kind == "mxfp4" else _BYTES[kind]
     for (block_rows, tails), width, depth, warps, stages, group, first in itertools.product(
         blocks, (64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4), groups, orders

@@ -37,7 +37,7 @@ from pallas_kernels.quantize import (
     quantize_fp8_rows,
     quantize_mxfp4_rows,
 )
-from pallas_kernels.target import current_architecture
+from pallas_kernels.target import on_nvidia
 
 ActivationRule = Literal["even", "floor", "rceil", "w4a16"]
 
@@ -63,8 +63,7 @@ def check_scales(
     """
     if not isinstance(weight, QuantizedArray) or weight.format != "mxfp4" or isinstance(weight.scales, Tracer):
         return
-    on_nvidia = (current_architecture() or "").startswith("sm_")
-    if not on_nvidia or dtype != jnp.bfloat16 or resolve(implementation) != "pallas":
+    if not on_nvidia() or dtype != jnp.bfloat16 or resolve(implementation) != "pallas":
         return
     scales = weight.scales
     beyond = (scales >= 129) & (scales < 255) if scales.dtype == jnp.uint8 else scales >= 4
@@ -114,7 +113,9 @@ def quantized_input(
         values, scales = quantize_fp8_rows(rows, flavour, largest=largest)
     else:
         group = FP8_BLOCK if weight.has_block_scales else None
-        values, scales = quantize_fp8_input(rows, flavour, group=group, implementation=implementation)
+        values, scales = quantize_fp8_input(
+            rows, flavour, group=group, as_numbers=on_nvidia(), implementation=implementation
+        )
     return Codes(values=values, scales=scales)
 
 

@@ -137,7 +137,7 @@ def _check_codes(name: str, x: Input, weight: Codes) -> None:
     if weight.is_mxfp4 and weight.columns % MX_BLOCK:
         raise ValueError(f"the weight has {weight.columns} columns; MXFP4 needs a multiple of {MX_BLOCK}")
     if isinstance(x, Codes):
-        if x.values.dtype != weight.values.dtype:
+        if x.values.dtype not in (weight.values.dtype, jnp.float16):
             raise TypeError(
                 f"{name} holds {x.values.dtype} and weight {weight.values.dtype}; expected one float8 flavour"
             )

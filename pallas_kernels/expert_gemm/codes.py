@@ -28,7 +28,8 @@ _LIMIT = 2**32  # bytes up to which Pallas counts offsets in 32 bits
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codes:
     """FP8: float8 values [..., n], float32 scales [...] or one a block. MXFP4: uint8 values [..., n / 2] and uint8
-    scales [..., n / 32], or, held, uint16 values [..., n / 4] and bfloat16 scales [..., n / 32].
+    scales [..., n / 32], or, held, uint16 values [..., n / 4] and bfloat16 scales [..., n / 32]. An FP8 input may have
+    float16 values: what its codes stand for.
     """
 
     values: Any

@@ -4,7 +4,8 @@
     fp8      p[r, o] = x_scale[r] * w_scale[e, o] * sum_i xq[r, i] * wq[e, o, i]                  scales of rows, or
              p[r, o] = sum_b x_scale[r, b] * w_scale[e, o / 128, b] * sum_i xq[r, i] * wq[e, o, i]      i in block b
     mxfp4    p[r, o] = sum_i x[r, i] * e2m1(wq[e, o, i]) * w_scale[e, o, i / 32]
-FP8 codes go to the matrix units as they are, in the flavour that the chip multiplies. MXFP4 codes are unpacked in
+FP8 codes go to the matrix units as they are, in the flavour that the chip multiplies, or as numbers where x holds
+numbers. MXFP4 codes are unpacked in
 registers: the four codes of a word are four neighbouring columns, so x comes as four planes, every fourth column of it,
 and four products are added; nothing is interleaved.
 """
@@ -77,6 +78,8 @@ def fp8(tile: Tile, operands: Sequence[Any], place: Place) -> list[jax.Array]:
     def step(i, sums):
         d = i * tile.depth + jnp.arange(tile.depth)
         weight = codes(_load_weight(weight_ref, place, d, limit))
+        if x_ref.dtype == jnp.float16:
+            weight = weight.astype(jnp.float16)
         found = []
         for row, total in zip(place.rows, sums, strict=True):
             part = _dot(tile, codes(load_tile(x_ref, row, d, column_limit=limit)), weight)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_sizes import CODES_A_WORD
-from pallas_kernels.target import current_architecture
+from pallas_kernels.target import on_nvidia
 
 Spread = Callable[[jax.Array], jax.Array]
 
@@ -27,7 +27,7 @@ def unpack(words: jax.Array, scale: jax.Array, spread: Spread, dtype: DTypeLike,
     scale: bfloat16 powers of two, one for several words of a row; `spread` gives each word its own. In bfloat16 on
       NVIDIA, scales of 4 and more (bytes 129 to 254) overflow to infinity; the modules refuse them.
     """
-    if dtype == jnp.bfloat16 and not interpret and (current_architecture() or "").startswith("sm_"):
+    if dtype == jnp.bfloat16 and not interpret and on_nvidia():
         own = spread(scale * jnp.bfloat16(2.0**126))
         return [_bfloat16_plane(words, plane) * own for plane in range(CODES_A_WORD)]
     own = spread(scale.astype(jnp.float32) * 2.0**14)

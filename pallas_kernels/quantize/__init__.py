@@ -46,13 +46,17 @@ def quantize_fp8_input(
     flavour: Flavour,
     *,
     group: int | None = None,
+    as_numbers: bool = False,
     implementation: Implementation | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`quantize_fp8_rows` of a GEMM's input rows, which may be none."""
+    """`quantize_fp8_rows` of a GEMM's input rows, which may be none.
+
+    as_numbers: a kernel gives what the codes stand for in float16, exact, as NVIDIA's kernels multiply them.
+    """
     if resolve(implementation) == "xla" or x.size == 0 or (group is not None and x.shape[1] % group):
         return quantize_fp8_rows(x, flavour, group=group)
-    return pallas.quantize_fp8(x, flavour, group=group, interpret=interpret)
+    return pallas.quantize_fp8(x, flavour, group=group, as_numbers=as_numbers, interpret=interpret)
 
 
 def mxfp4_planes(x: Float[Array, "R n"], rule: Rule, *, interpret: bool | None = None) -> Float[Array, "4 R n_fourth"]:

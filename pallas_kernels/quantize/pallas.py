@@ -23,6 +23,7 @@ from pallas_kernels.formats import (
     Flavour,
     Rule,
     decode_e2m1,
+    decode_e4m3,
     decode_e8m0,
     encode_e2m1,
     magnitude_bits,
@@ -43,7 +44,9 @@ def _fp8(x_ref, codes_ref, scales_ref, *, flavour: Flavour, width: int):
     group = jnp.arange(scales.shape[0])
     plt.store(scales_ref.at[row, group], scales, mask=group < groups)
     codes = codes.reshape(width)
-    plt.store(codes_ref.at[row, column], codes.astype(jnp.uint8), mask=inside)
+    if codes_ref.dtype != jnp.uint8:
+        codes = decode_e4m3(codes, flavour)
+    plt.store(codes_ref.at[row, column], codes.astype(codes_ref.dtype), mask=inside)
 
 
 def _mxfp4(x_ref, planes_ref, *, rule: Rule, width: int):
@@ -66,7 +69,12 @@ def _mxfp4(x_ref, planes_ref, *, rule: Rule, width: int):
 
 
 def quantize_fp8(
-    x: Float[Array, "R n"], flavour: Flavour, *, group: int | None = None, interpret: bool | None = None
+    x: Float[Array, "R n"],
+    flavour: Flavour,
+    *,
+    group: int | None = None,
+    as_numbers: bool = False,
+    interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.quantize.quantize_fp8_input`."""
     rows, n = x.shape
@@ -74,12 +82,16 @@ def quantize_fp8(
     codes, scales = _call(
         functools.partial(_fp8, flavour=flavour),
         x,
-        (jax.ShapeDtypeStruct(x.shape, jnp.uint8), jax.ShapeDtypeStruct((rows, groups), jnp.float32)),
+        (
+            jax.ShapeDtypeStruct(x.shape, jnp.float16 if as_numbers else jnp.uint8),
+            jax.ShapeDtypeStruct((rows, groups), jnp.float32),
+        ),
         n,
         "muse_quantize_fp8",
         interpret,
     )
-    return lax.bitcast_convert_type(codes, E4M3_DTYPE[flavour]), scales[:, 0] if group is None else scales
+    values = codes if as_numbers else lax.bitcast_convert_type(codes, E4M3_DTYPE[flavour])
+    return values, scales[:, 0] if group is None else scales
 
 
 def mxfp4_planes(x: Float[Array, "R n"], rule: Rule, *, interpret: bool | None = None) -> Float[Array, "4 R n_fourth"]:

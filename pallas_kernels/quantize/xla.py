@@ -67,9 +67,14 @@ def largest_magnitudes(x: Float[Array, "*rows n"]) -> Float32[Array, "*rows"]:
 
 
 def dequantize_fp8_rows(codes: jax.Array, scales: Float32[Array, "..."]) -> jax.Array:
-    """codes [..., n], float8 of either flavour, times their scales [...] or [..., n / group], in float32."""
-    flavour: Flavour = "e4m3fn" if codes.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
-    values = decode_e4m3(lax.bitcast_convert_type(codes, jnp.uint8), flavour)
+    """codes [..., n], float8 of either flavour or their numbers, times their scales [...] or [..., n / group], in
+    float32.
+    """
+    if codes.dtype == jnp.float16:
+        values = codes.astype(jnp.float32)
+    else:
+        flavour: Flavour = "e4m3fn" if codes.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
+        values = decode_e4m3(lax.bitcast_convert_type(codes, jnp.uint8), flavour)
     if scales.ndim == values.ndim - 1:
         return values * scales[..., None]
     grouped = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1])

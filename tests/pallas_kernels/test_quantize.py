@@ -162,6 +162,11 @@ def test_kernels_give_the_same_codes(dtype: str, columns: int) -> None:
                 strict=True,
             ):
                 np.testing.assert_array_equal(np.asarray(kernel).view(np.uint8), np.asarray(wanted).view(np.uint8))
+            numbers, scales = quantize_fp8_input(x, flavour, group=group, as_numbers=True, implementation="pallas")
+            assert numbers.dtype == jnp.float16
+            np.testing.assert_array_equal(
+                dequantize_fp8_rows(numbers, scales), dequantize_fp8_rows(*fp8(x, flavour, group=group))
+            )
     for rule in MX_RULES:
         planes = np.asarray(mxfp4_planes(x, rule), np.float32)
         wanted = np.asarray(dequantize_mxfp4_rows(*mxfp4(x, rule)).astype(dtype), np.float32)

@@ -12,10 +12,12 @@ import pytest
 from muse_jax import experts
 from muse_jax.checkpoint import QuantizedWeight
 from muse_jax.quantization import QuantizedArray, quantize_fp8, quantize_mxfp4
+from muse_jax.quantization.inputs import quantized_input
 from muse_jax.reference import PROFILES
 from muse_jax.reference import block as reference
 from pallas_kernels import expert_gemm
 from pallas_kernels.expert_gemm import Codes, codes
+from pallas_kernels.formats import decode_e4m3
 from pallas_kernels.route_map import route_map
 from tests.one_program import one_program
 from tests.pallas_kernels.cases import Case, row_error
@@ -146,6 +148,24 @@ def test_held_words_are_the_same_numbers(dtype: str, weights_first: bool) -> Non
     np.testing.assert_array_equal(run(down.held()), run(down))
     wanted = expert_gemm.down(activation, down.codes, routes, implementation="xla")
     assert row_error(run(down), wanted) < TOLERANCE[dtype] / (1 if dtype == "float32" else 4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_fnuz", "fp8_block"])
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_numbers_of_codes_are_multiplied_as_codes_are(kind: str, weights_first: bool) -> None:
+    """An FP8 input in float16, as on NVIDIA, gives the rows of the codes."""
+    _, ids, _, down, _ = problem(Case("numbers", 9, 2, 4, 128, 256), kind, "float32")
+    activation = jnp.asarray(np.random.default_rng(0).standard_normal((18, 256)), jnp.float32)
+    x = quantized_input(activation, down, implementation="xla")
+    routes = route_map(ids, num_experts=4, block_rows=16, implementation="xla")
+    tile = expert_gemm.Tile(cols=32, depth=64, num_warps=4, num_stages=2, weights_first=weights_first)
+    flavour = "e4m3fn" if x.values.dtype == jnp.float8_e4m3fn else "e4m3fnuz"
+    numbers = dataclasses.replace(x, values=decode_e4m3(x.values.view(jnp.uint8), flavour).astype(jnp.float16))
+    for implementation in ("xla", "pallas"):
+        run = lambda x, implementation=implementation: expert_gemm.down(
+            x, down.codes, routes, out_dtype=jnp.float32, implementation=implementation, tile=tile
+        )
+        np.testing.assert_array_equal(run(numbers), run(x))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -210,7 +210,7 @@ def test_scales_that_nvidias_kernels_overflow_with_are_refused(byte, fits, is_he
     weight = QuantizedArray(values=jnp.zeros((1, 2, 16), jnp.uint8), scales=scales, format="mxfp4")
     weight = weight.held() if is_held else weight
     check_scales("down", weight, jnp.bfloat16, "pallas")  # no NVIDIA GPU here
-    monkeypatch.setattr(inputs, "current_architecture", lambda: "sm_90")
+    monkeypatch.setattr(inputs, "on_nvidia", lambda: True)
     check_scales("down", weight, jnp.float32, "pallas")
     check_scales("down", weight, jnp.bfloat16, "xla")
     if fits:
